@@ -1,0 +1,68 @@
+"""The runner protocol: what the engine needs of whatever computes a step. Plain data in, plain data out; no torch here.
+
+Implementations: torch_runner.py (a real model on a device) and simulated_runner.py (a cost model on a virtual clock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from model_server.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """The runner's fixed capacity, known once it has loaded."""
+
+    model_name: str
+    num_pages: int
+    page_size: int
+    num_rank_rows: int
+    max_adapters: int
+    max_rank: int
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` to `start + length` of one request's prompt-plus-output, computed in one step.
+
+    `samples` is true where the chunk ends at the last known token, so that the step yields the next one.
+    """
+
+    request: Request
+    start: int
+    length: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One request's newly sampled token, with log probabilities when it asked for them."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`sampled[i]` belongs to `chunks[i]`; None where that chunk does not sample."""
+
+    sampled: list[Sampled | None] = field(default_factory=list)
+
+
+class Runner(Protocol):
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def load_adapter(self, adapter_index: int, rank_rows: Sequence[int], weights: Any) -> None:
+        """Copy host weights (what adapter_loader.py laid out) into the bank's rows. Called between steps only."""
+
+    def unload_adapter(self, adapter_index: int) -> None: ...
+
+    def run(self, chunks: Sequence[Chunk]) -> StepResult: ...
