@@ -1,0 +1,1 @@
+"""Every operation in plain torch: the definition the kernels are tested against."""
