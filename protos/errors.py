@@ -7,7 +7,7 @@ the details in `grpc-status-details-bin`; `from_rpc_error` reads them back on th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -116,7 +116,9 @@ def internal(description: str) -> ServiceError:
 def from_rpc_error(error: grpc.RpcError | grpc.aio.AioRpcError) -> ServiceError:
     """The error a server reported, with its details when it sent any."""
     code, message = error.code(), error.details() or ""
-    for key, value in error.trailing_metadata() or ():
+    # The stubs of the blocking API know its metadata only as an opaque type; it is pairs in both.
+    trailing: Any = error.trailing_metadata()
+    for key, value in trailing or ():
         if key == DETAILS_KEY:
             try:
                 return _from_bytes(value if isinstance(value, bytes) else value.encode())

@@ -60,16 +60,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
-            async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
                 responses = inner_stream(request, context)
                 async with _reported(context, handler_call_details.method):
                     try:
@@ -87,7 +87,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return make_stream(stream, handler.request_deserializer, handler.response_serializer)
         inner_unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
 
-        async def unary(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def unary(request: Any, context: Any) -> Any:
             async with _reported(context, handler_call_details.method):
                 return await inner_unary(request, context)
 
