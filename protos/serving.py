@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -69,14 +70,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
-            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                responses = inner_stream(request, context)
+            async def stream(request: Any, context: Any) -> None:
+                # Writes instead of yielding, so that a cancel during a write unwinds through here and the servicer's
+                # `finally` runs now, in this task, not when the collector finds it.
                 async with _reported(context, handler_call_details.method):
+                    responses = inner_stream(request, context)
+                    if inspect.isawaitable(responses):
+                        await responses
+                        return
                     try:
                         async for response in responses:
-                            yield response
+                            await context.write(response)
                     finally:
-                        # Runs the servicer's `finally` now, in this task, not when the collector finds it.
                         await responses.aclose()
 
             make_stream = (
@@ -131,9 +136,7 @@ class Serving:
         """
         self._service_names = ("", *service_names)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        reflection.enable_server_reflection(
-            (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server
-        )
+        reflection.enable_server_reflection((*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         try:
             self.port = self.server.add_insecure_port(address)
         except RuntimeError as error:
@@ -151,7 +154,9 @@ class Serving:
     def request_stop(self) -> None:
         self._stop.set()
 
-    async def run_until_stopped(self, drain: Callable[[], Awaitable[None]] | None = None, grace_s: float = 10.0) -> None:
+    async def run_until_stopped(
+        self, drain: Callable[[], Awaitable[None]] | None = None, grace_s: float = 10.0
+    ) -> None:
         """Serve until SIGTERM, SIGINT or `request_stop()`; then NOT_SERVING, `drain()`, and up to `grace_s` for the
         calls in flight."""
         loop = asyncio.get_running_loop()
@@ -164,8 +169,6 @@ class Serving:
         await self.server.stop(grace_s)
 
 
-def channel(
-    address: str, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
-) -> grpc.aio.Channel:
+def channel(address: str, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()) -> grpc.aio.Channel:
     """An asyncio channel to `address` with the options that match our servers'."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=list(interceptors))
