@@ -93,10 +93,21 @@ class Request:
     adapter_load_s: float = 0.0
     num_preemptions: int = 0
     num_cached: int = 0
+    num_bypassed: int = 0  # times a later request was admitted while this one did not fit
+    page_keys: list[bytes] = field(default_factory=list)  # prefix_cache.py's hash chain over full pages
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids `start` to `stop` of prompt and output joined."""
+        num_prompt = len(self.prompt_ids)
+        if stop <= num_prompt:
+            return self.prompt_ids[start:stop]
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : stop - num_prompt]
+        return self.prompt_ids[start:] + self.output_ids[: stop - num_prompt]
 
     @property
     def num_uncomputed(self) -> int:

@@ -5,7 +5,7 @@ Implementations: torch_runner.py (a real model on a device) and simulated_runner
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ class RunnerInfo:
     model_name: str
     num_pages: int
     page_size: int
-    num_rank_rows: int
+    num_rank_rows: Mapping[str, int]  # rows of the bank per group of projections
     max_adapters: int
     max_rank: int
     context_length: int
@@ -60,9 +60,7 @@ class Runner(Protocol):
     @property
     def info(self) -> RunnerInfo: ...
 
-    def load_adapter(self, adapter_index: int, rank_rows: Sequence[int], weights: Any) -> None:
+    def load_adapter(self, adapter_index: int, rank_rows: Mapping[str, Sequence[int]], weights: Any) -> None:
         """Copy host weights (what adapter_loader.py laid out) into the bank's rows. Called between steps only."""
-
-    def unload_adapter(self, adapter_index: int) -> None: ...
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult: ...

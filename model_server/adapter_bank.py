@@ -1,0 +1,176 @@
+"""Which adapters are where: host memory, the device bank, and the rank rows each owns there. Pure; holds no tensor itself
+(host weights pass through as opaque objects), decides who is evicted, and never touches what a request is using.
+
+A row pool per group (projections that share an input, see kernels/layouts.py): a rank-r adapter takes r rows of the groups
+it adapts and none of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_server.request import AdapterRef
+
+
+@dataclass(slots=True)
+class HostAdapter:
+    """Weights laid out in host memory by the loader. `rank_rows` is how many rows each group needs; `weights` is opaque."""
+
+    rank_rows: Mapping[str, int]
+    num_bytes: int
+    weights: Any
+    num_users: int = 0  # requests waiting or running with it: not evicted
+    last_used: int = 0
+
+
+@dataclass(slots=True)
+class Resident:
+    index: int
+    rows: dict[str, list[int]]
+    num_users: int = 0  # running requests: not evicted
+    last_used: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A copy from host to device that the engine must do before the step that needs it."""
+
+    ref: AdapterRef
+    index: int
+    rows: dict[str, list[int]]
+    weights: Any
+
+
+@dataclass(slots=True)
+class AdapterBank:
+    num_rank_rows: Mapping[str, int]
+    max_adapters: int
+    host_bytes_limit: int
+    host: dict[AdapterRef, HostAdapter] = field(default_factory=dict)
+    resident: dict[AdapterRef, Resident] = field(default_factory=dict)
+    num_evictions: int = 0
+    _clock: int = 0
+    _free_rows: dict[str, list[int]] = field(init=False)
+    _free_indices: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._free_rows = {group: list(range(rows - 1, -1, -1)) for group, rows in self.num_rank_rows.items()}
+        self._free_indices = list(range(self.max_adapters - 1, -1, -1))
+
+    # Host tier -------------------------------------------------------------------------------------------------------
+
+    def has_host(self, ref: AdapterRef) -> bool:
+        return ref in self.host
+
+    def add_host(self, ref: AdapterRef, adapter: HostAdapter) -> None:
+        """Keep laid-out weights. Evicts unused ones, least recently used first, to stay within the byte limit.
+
+        What is in use or resident on the device is never dropped (host memory holds what the device holds), so the limit
+        can be exceeded by those, and by nothing else.
+        """
+        self.host.pop(ref, None)
+        self._clock += 1
+        adapter.last_used = self._clock
+        unused = [r for r, a in self.host.items() if a.num_users == 0 and r not in self.resident]
+        total = adapter.num_bytes + sum(a.num_bytes for a in self.host.values())
+        for victim in sorted(unused, key=lambda r: self.host[r].last_used):
+            if total <= self.host_bytes_limit:
+                break
+            total -= self.host.pop(victim).num_bytes
+        self.host[ref] = adapter
+
+    @property
+    def num_free_rank_rows(self) -> int:
+        """Of the fullest group: what an adapter that adapts everything could still take without an eviction."""
+        return min((len(rows) for rows in self._free_rows.values()), default=0)
+
+    def fits(self, adapter: HostAdapter) -> bool:
+        """Whether it could ever be resident, alone in the bank."""
+        return all(rows <= self.num_rank_rows.get(group, 0) for group, rows in adapter.rank_rows.items())
+
+    def use_host(self, ref: AdapterRef) -> None:
+        self._clock += 1
+        self.host[ref].num_users += 1
+        self.host[ref].last_used = self._clock
+
+    def leave_host(self, ref: AdapterRef) -> None:
+        self.host[ref].num_users -= 1
+
+    # Device tier -----------------------------------------------------------------------------------------------------
+
+    def can_acquire(self, ref: AdapterRef) -> bool:
+        if ref in self.resident:
+            return True
+        return self._victims(self.host[ref].rank_rows) is not None
+
+    def acquire(self, ref: AdapterRef) -> tuple[int, list[AdapterRef], Load | None]:
+        """One more running user. Returns its index, who was evicted for it, and the load to do if it was not resident.
+
+        Only after `can_acquire(ref)`.
+        """
+        self._clock += 1
+        evicted: list[AdapterRef] = []
+        load = None
+        if ref not in self.resident:
+            host = self.host[ref]
+            victims = self._victims(host.rank_rows)
+            assert victims is not None, "acquire without can_acquire"
+            for victim in victims:
+                self._evict(victim)
+                evicted.append(victim)
+            rows = {group: [self._free_rows[group].pop() for _ in range(n)] for group, n in host.rank_rows.items()}
+            index = self._free_indices.pop()
+            self.resident[ref] = Resident(index, rows)
+            load = Load(ref, index, rows, host.weights)
+        resident = self.resident[ref]
+        resident.num_users += 1
+        resident.last_used = self._clock
+        return resident.index, evicted, load
+
+    def leave(self, ref: AdapterRef) -> None:
+        """One running user less. It stays resident until its rows are needed."""
+        self.resident[ref].num_users -= 1
+
+    def _victims(self, need: Mapping[str, int]) -> list[AdapterRef] | None:
+        """Unused residents to evict, least recently used first, to make room for `need`; None where that is not enough."""
+        missing = {g: n - len(self._free_rows.get(g, ())) for g, n in need.items()}
+        missing_indices = 1 - len(self._free_indices)
+        victims: list[AdapterRef] = []
+        if missing_indices <= 0 and all(n <= 0 for n in missing.values()):
+            return victims
+        for ref, resident in sorted(self.resident.items(), key=lambda item: item[1].last_used):
+            if resident.num_users:
+                continue
+            victims.append(ref)
+            missing_indices -= 1
+            for group, rows in resident.rows.items():
+                if group in missing:
+                    missing[group] -= len(rows)
+            if missing_indices <= 0 and all(n <= 0 for n in missing.values()):
+                return victims
+        return None
+
+    def _evict(self, ref: AdapterRef) -> None:
+        resident = self.resident.pop(ref)
+        assert resident.num_users == 0, "evicting an adapter in use"
+        self._free_indices.append(resident.index)
+        for group, rows in resident.rows.items():
+            self._free_rows[group].extend(rows)
+        self.num_evictions += 1
+
+    def check_integrity(self, running: Mapping[AdapterRef, int], users: Mapping[AdapterRef, int]) -> None:
+        """Raise AssertionError unless rows and indices are each owned once and users are exactly those given.
+
+        `running`: running requests per adapter; `users`: waiting and running requests per adapter.
+        """
+        for group, total in self.num_rank_rows.items():
+            owned = list(self._free_rows[group])
+            for resident in self.resident.values():
+                owned += resident.rows.get(group, [])
+            assert sorted(owned) == list(range(total)), f"rank rows of {group} lost or owned twice"
+        indices = self._free_indices + [r.index for r in self.resident.values()]
+        assert sorted(indices) == list(range(self.max_adapters)), "adapter indices lost or owned twice"
+        assert {r: s.num_users for r, s in self.resident.items() if s.num_users} == dict(running), "bank users"
+        assert {r: h.num_users for r, h in self.host.items() if h.num_users} == dict(users), "host users"

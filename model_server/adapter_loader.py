@@ -1,0 +1,144 @@
+"""From verified files to host memory: reads an adapter, checks it against this model, lays it out as the bank wants it.
+
+Runs on its own threads inside the engine process and touches host memory only; the engine copies into the bank between
+steps. Layout per group (see kernels/layouts.py): a [L, r, S, K] and b [L, r, N], scaling folded into b in fp32 before the
+cast, r the largest true rank in the group. What an adapter does not adapt stays zero with rank 0 and is never read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model_server.adapter_bank import HostAdapter
+from model_server.messages import Failure
+from model_server.model_config import ModelConfig
+from model_server.models.llama import lora_groups
+from model_server.request import AdapterRef
+from protos import adapter_format
+from protos.errors import ServiceError, quote
+
+_MODULE = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+class AdapterRefusedError(Exception):
+    """The adapter does not fit this model. The message names the module and both sides' numbers."""
+
+
+@dataclass(slots=True)
+class GroupWeights:
+    a: Tensor  # [L, r, S, K] in the bank's dtype
+    b: Tensor  # [L, r, N]
+    ranks: list[int]  # [S], the largest over the layers
+
+
+class AdapterLoader:
+    """`done(ref, result)` is called on a loader thread; the receiver hands it to the engine's inbox."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        max_rank: int,
+        done: Callable[[AdapterRef, HostAdapter | Failure], None],
+        num_threads: int = 2,
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._done = done
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+
+    def start(self, ref: AdapterRef, path: str) -> None:
+        self._threads.submit(self._load, ref, Path(path))
+
+    def _load(self, ref: AdapterRef, path: Path) -> None:
+        result: HostAdapter | Failure
+        try:
+            result = load_adapter(path, self._config, self._dtype, self._max_rank)
+        except AdapterRefusedError as error:
+            result = Failure("FAILED_PRECONDITION", f"adapter {ref.adapter_id}: {error}")
+        except ServiceError as error:
+            result = Failure("FAILED_PRECONDITION", f"adapter {ref.adapter_id}: {error.message}")
+        except (OSError, SafetensorError) as error:
+            result = Failure("UNAVAILABLE", f"adapter {ref.adapter_id}: its files cannot be read: {error}")
+        except Exception as error:  # whatever a file can provoke must end its own requests only
+            result = Failure("INTERNAL", f"adapter {ref.adapter_id}: {type(error).__name__}: {error}")
+        self._done(ref, result)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> HostAdapter:
+    """Read `path` (adapter_config.json, adapter_model.safetensors). All or nothing.
+
+    Raises AdapterRefusedError where a module is not in this model or a shape is another model's.
+    """
+    adapter = adapter_format.parse_config((path / adapter_format.CONFIG_FILE).read_bytes())
+    groups = lora_groups(config)
+    place = {
+        module: (group, slice_index)
+        for group, (_, slices) in groups.items()
+        for slice_index, (module, _) in enumerate(slices)
+    }
+    tensors: dict[tuple[str, str], Tensor] = {}
+    with safe_open(path / adapter_format.TENSORS_FILE, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 -- a safe_open handle is not a mapping
+            tensors[adapter_format.module_of(key)] = file.get_tensor(key)
+    modules = sorted({module for module, _ in tensors})
+    sites: dict[str, tuple[int, str, int]] = {}
+    for module in modules:
+        match = _MODULE.fullmatch(module)
+        if match is None or match[2] not in place:
+            known = ", ".join(f"model.layers.N.{name}" for name in place)
+            raise AdapterRefusedError(f"module {quote(module)} is not one this server adapts ({known})")
+        layer = int(match[1])
+        if layer >= config.num_layers:
+            raise AdapterRefusedError(f"module {module} is in layer {layer}, the base model has {config.num_layers} layers")
+        sites[module] = (layer, *place[match[2]])
+
+    ranks: dict[str, list[int]] = {group: [0] * len(slices) for group, (_, slices) in groups.items()}
+    for module, (_, group, slice_index) in sites.items():
+        a, b = tensors[module, "A"], tensors[module, "B"]
+        in_features, slices = groups[group]
+        expected = slices[slice_index][1], in_features
+        found = b.shape[0], a.shape[1]
+        if found != expected:
+            raise AdapterRefusedError(
+                f"module {module} maps {found[1]} to {found[0]} features, the base model's maps {expected[1]} to {expected[0]}"
+            )
+        rank = a.shape[0]
+        if b.shape[1] != rank:
+            raise AdapterRefusedError(f"module {module} has lora_A of rank {rank} and lora_B of rank {b.shape[1]}")
+        if rank > max_rank:
+            raise AdapterRefusedError(f"module {module} has rank {rank}, this server takes at most {max_rank}")
+        ranks[group][slice_index] = max(ranks[group][slice_index], rank)
+
+    weights: dict[str, GroupWeights] = {}
+    for group, (in_features, slices) in groups.items():
+        rank = max(ranks[group])
+        if rank:
+            width = sum(out_features for _, out_features in slices)
+            a_host = torch.zeros(config.num_layers, rank, len(slices), in_features, dtype=dtype)
+            b_host = torch.zeros(config.num_layers, rank, width, dtype=dtype)
+            weights[group] = GroupWeights(a_host, b_host, ranks[group])
+    for module, (layer, group, slice_index) in sites.items():
+        a, b = tensors[module, "A"], tensors[module, "B"]
+        rank = a.shape[0]
+        offset = sum(out for _, out in groups[group][1][:slice_index])
+        weights[group].a[layer, :rank, slice_index] = a.to(dtype)
+        scaled = b.float() * adapter.scaling_of(module)
+        weights[group].b[layer, :rank, offset : offset + b.shape[0]] = scaled.T.to(dtype)
+    return HostAdapter(
+        rank_rows={group: max(ranks[group]) for group in weights},
+        num_bytes=sum(w.a.nbytes + w.b.nbytes for w in weights.values()),
+        weights=weights,
+    )

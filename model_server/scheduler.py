@@ -1,0 +1,300 @@
+"""What the next step computes. Pure: no torch, no grpc, no clock; time is an argument, and every decision can be replayed.
+
+Each step, under a budget of tokens: every running request decodes one token, running prefills go on by chunks, then waiting
+requests are admitted. A request holds pages for all its known tokens from admission on, and takes one more as it grows.
+When no page is left the least important running request is preempted: it gives up its pages and waits again, to recompute
+prompt and output so far (its past output never changes). Importance is (effective class, earlier arrival), a total order
+that does not change by preemption, so the most important request always proceeds and nothing ping-pongs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from model_server.adapter_bank import AdapterBank, Load
+from model_server.page_pool import PagePool
+from model_server.prefix_cache import PrefixCache
+from model_server.request import AdapterRef, Request, State
+from model_server.runner import Chunk
+from model_server.waiting_queue import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    page_size: int
+    context_length: int  # longest prompt plus output; what the server advertises
+    max_batch_tokens: int = 512
+    max_prefill_tokens: int = 256  # per step: bounds how long a step makes the decodes wait
+    max_running: int = 64
+    max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
+    ageing_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(f"max_batch_tokens {self.max_batch_tokens} is below max_running {self.max_running}")
+        if self.max_prefill_tokens < 1 or self.max_running < 1:
+            raise ValueError("max_prefill_tokens and max_running: want at least 1")
+
+
+@dataclass(slots=True)
+class Plan:
+    chunks: list[Chunk] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    evicted: list[AdapterRef] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, limits: Limits, pool: PagePool, bank: AdapterBank, prefix_cache: PrefixCache | None) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.bank = bank
+        self.prefix_cache = prefix_cache
+        self.waiting = WaitingQueue(limits.ageing_s)
+        self.parked: dict[AdapterRef, list[Request]] = {}
+        self.running: dict[Request, None] = {}
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or len(self.waiting))
+
+    @property
+    def num_parked(self) -> int:
+        return sum(len(requests) for requests in self.parked.values())
+
+    def requests(self) -> Iterable[Request]:
+        yield from self.running
+        yield from self.waiting
+        for parked in self.parked.values():
+            yield from parked
+
+    # Coming and going ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now_s: float) -> AdapterRef | None:
+        """Take a request in. Returns the adapter to fetch when it is the first to be parked for it.
+
+        The caller has checked that it fits `limits.context_length`, so that it can always run alone.
+        """
+        self.waiting.enter(request.tenant)
+        ref = request.adapter
+        if ref is None or self.bank.has_host(ref):
+            self._wait(request)
+            return None
+        request.state = State.PARKED
+        request.parked_since_s = now_s
+        parked = self.parked.setdefault(ref, [])
+        parked.append(request)
+        return ref if len(parked) == 1 else None
+
+    def adapter_ready(self, ref: AdapterRef, now_s: float) -> None:
+        """Host weights are there (`bank.add_host` was called): its parked requests may run."""
+        for request in self.parked.pop(ref, ()):
+            assert request.parked_since_s is not None
+            request.adapter_load_s = now_s - request.parked_since_s
+            self._wait(request)
+
+    def adapter_failed(self, ref: AdapterRef) -> list[Request]:
+        """Gives back the requests that asked for it, removed. Nobody else is touched."""
+        failed = self.parked.pop(ref, [])
+        for request in failed:
+            self._gone(request)
+        return failed
+
+    def remove(self, request: Request) -> None:
+        """Finished, cancelled or expired: everything it holds is free when this returns."""
+        match request.state:
+            case State.RUNNING:
+                self._stop_running(request)
+                self._leave_host(request)
+            case State.WAITING:
+                self.waiting.remove(request)
+                self._leave_host(request)
+            case State.PARKED:
+                assert request.adapter is not None
+                parked = self.parked[request.adapter]
+                parked.remove(request)
+                if not parked:
+                    del self.parked[request.adapter]
+            case State.FINISHED:
+                raise AssertionError(f"{request.request_id} removed twice")
+        self._gone(request)
+
+    def _wait(self, request: Request) -> None:
+        if request.adapter is not None:
+            self.bank.use_host(request.adapter)
+        request.state = State.WAITING
+        self.waiting.add(request)
+
+    def _gone(self, request: Request) -> None:
+        request.state = State.FINISHED
+        self.waiting.leave(request.tenant)
+
+    def _leave_host(self, request: Request) -> None:
+        if request.adapter is not None:
+            self.bank.leave_host(request.adapter)
+
+    # One step --------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now_s: float) -> Plan:
+        plan = Plan()
+        budget = self.limits.max_batch_tokens
+        by_importance = sorted(self.running, key=lambda r: self._importance(r, now_s), reverse=True)
+        prefilling: list[Request] = []
+        for request in by_importance:
+            if request not in self.running:
+                continue  # preempted for a more important one
+            if request.num_uncomputed > 1:
+                prefilling.append(request)
+            elif self._grow(request, by_importance, plan):
+                plan.chunks.append(Chunk(request, request.num_computed, 1, samples=True))
+                budget -= 1
+        prefill_budget = min(budget, self.limits.max_prefill_tokens)
+        for request in prefilling:
+            if request in self.running and prefill_budget:
+                prefill_budget -= self._chunk(request, prefill_budget, plan)
+        if prefill_budget:
+            self._admit(now_s, prefill_budget, plan)
+        return plan
+
+    def computed(self, chunk: Chunk) -> None:
+        """The step that ran `chunk` is over: its K and V stand in the pages."""
+        request = chunk.request
+        before = request.num_computed
+        request.num_computed = chunk.start + chunk.length
+        if self.prefix_cache is not None:
+            self.prefix_cache.publish(request, before)
+
+    def sampled(self, request: Request, token_id: int) -> None:
+        request.output_ids.append(token_id)
+        self.waiting.charge(request.tenant, output_tokens=1)
+
+    def _importance(self, request: Request, now_s: float) -> tuple[int, float]:
+        return self.waiting.effective_class(request, now_s), -request.arrived_s
+
+    def _chunk(self, request: Request, limit: int, plan: Plan) -> int:
+        length = min(request.num_uncomputed, limit)
+        samples = length == request.num_uncomputed
+        plan.chunks.append(Chunk(request, request.num_computed, length, samples))
+        return length
+
+    def _grow(self, request: Request, by_importance: list[Request], plan: Plan) -> bool:
+        """A page for the token to be fed, taken from the least important if need be. False: `request` itself gave way."""
+        if request.num_computed < len(request.page_table) * self.limits.page_size:
+            return True
+        while not self.pool.num_free:
+            victim = next(r for r in reversed(by_importance) if r in self.running)
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        request.page_table.append(self.pool.allocate())
+        return True
+
+    def _admit(self, now_s: float, budget: int, plan: Plan) -> None:
+        passed: list[Request] = []
+        preempted_before = len(plan.preempted)
+        for request in self.waiting.in_order(now_s):
+            if request in plan.preempted:
+                continue
+            if not self._make_room(request, now_s, plan):
+                if len(self.running) >= self.limits.max_running or request.num_bypassed >= self.limits.max_bypass:
+                    break
+                passed.append(request)
+                continue
+            self._start(request, now_s, plan)
+            budget -= self._chunk(request, budget, plan)
+            for other in passed:
+                other.num_bypassed += 1
+            if not budget:
+                break
+        if len(plan.preempted) > preempted_before:
+            gone = set(plan.preempted)
+            plan.chunks = [chunk for chunk in plan.chunks if chunk.request not in gone]
+
+    def _make_room(self, request: Request, now_s: float, plan: Plan) -> bool:
+        """Whether `request` can start now, after preempting running requests of lower effective class if that helps."""
+        if self._fits(request):
+            return True
+        own_class = self.waiting.effective_class(request, now_s)
+        lower = [r for r in self.running if self.waiting.effective_class(r, now_s) < own_class]
+        for victim in sorted(lower, key=lambda r: self._importance(r, now_s)):
+            self._preempt(victim, plan)
+            if self._fits(request):
+                return True
+        return False
+
+    def _fits(self, request: Request) -> bool:
+        if len(self.running) >= self.limits.max_running:
+            return False
+        if request.adapter is not None and not self.bank.can_acquire(request.adapter):
+            return False
+        matched = self._match(request)
+        needed = self._pages_for(request.num_tokens) - len(matched)
+        # What is matched and has no holder counts as free in the pool, but is about to be held.
+        available = self.pool.num_free - sum(self.pool.is_kept(page) for page in matched)
+        # Every running request may soon need a page: do not admit into the last ones only to preempt again.
+        return needed + len(self.running) <= available
+
+    def _start(self, request: Request, now_s: float, plan: Plan) -> None:
+        matched = self._match(request)
+        for page in matched:
+            self.pool.hold(page)
+        num_new = self._pages_for(request.num_tokens) - len(matched)
+        request.page_table = matched + [self.pool.allocate() for _ in range(num_new)]
+        request.num_computed = len(matched) * self.limits.page_size
+        if request.adapter is not None:
+            request.adapter_index, evicted, load = self.bank.acquire(request.adapter)
+            plan.evicted += evicted
+            if load is not None:
+                plan.loads.append(load)
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now_s
+            request.num_cached = request.num_computed
+            plan.admitted.append(request)
+            self.waiting.charge(request.tenant, prompt_tokens=len(request.prompt_ids) - request.num_cached)
+            if self.prefix_cache is not None:
+                self.prefix_cache.count(len(request.prompt_ids), request.num_cached)
+        self.waiting.remove(request)
+        request.state = State.RUNNING
+        self.running[request] = None
+
+    def _match(self, request: Request) -> list[int]:
+        return [] if self.prefix_cache is None else self.prefix_cache.match(request)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.page_size)
+
+    def _preempt(self, request: Request, plan: Plan) -> None:
+        self._stop_running(request)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        request.state = State.WAITING
+        self.waiting.add(request)
+        plan.preempted.append(request)
+
+    def _stop_running(self, request: Request) -> None:
+        del self.running[request]
+        self.pool.release(reversed(request.page_table))
+        request.page_table = []
+        request.num_computed = 0
+        if request.adapter is not None:
+            self.bank.leave(request.adapter)
+            request.adapter_index = -1
+
+    # Invariants ------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless pages, rank rows and users add up. Cheap enough for every simulated step."""
+        self.pool.check_integrity(request.page_table for request in self.requests())
+        running = Counter(r.adapter for r in self.running if r.adapter is not None)
+        users = running + Counter(r.adapter for r in self.waiting if r.adapter is not None)
+        self.bank.check_integrity(running, users)
+        for state, requests in ((State.RUNNING, self.running), (State.WAITING, self.waiting)):
+            assert all(r.state is state for r in requests)
+        for request in self.running:
+            assert request.num_computed <= request.num_tokens
+            assert len(request.page_table) * self.limits.page_size >= request.num_computed
+        assert len(self.running) <= self.limits.max_running

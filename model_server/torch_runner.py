@@ -1,0 +1,162 @@
+"""The runner that computes: a model, its KV pages and the adapter bank on one torch device (CPU or CUDA)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.layouts import PAGE_SIZE, KVLayer, LoraLayer, LoraTables
+from kernels.ops import Ops
+from model_server import batch_tensors
+from model_server.adapter_loader import GroupWeights
+from model_server.model_config import ModelConfig
+from model_server.models.llama import LlamaModel, LoraLayers, lora_groups
+from model_server.runner import Chunk, RunnerInfo, StepResult
+from model_server.sampler import Sampler, SamplingOps
+from model_server.weights import ModelFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the runner may use for KV pages and the adapter bank, bytes; and how many adapters may be resident."""
+
+    kv_bytes: int
+    adapter_bytes: int
+    max_adapters: int
+    max_rank: int
+
+
+def kv_bytes_per_page(config: ModelConfig, dtype: torch.dtype) -> int:
+    """K and V of PAGE_SIZE tokens over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * PAGE_SIZE * dtype.itemsize
+
+
+def bank_bytes_per_rank_row(config: ModelConfig, dtype: torch.dtype) -> int:
+    """A and B of one rank over all layers and all groups: what rank 1 on every projection costs."""
+    elements = sum(
+        len(slices) * in_features + sum(out_features for _, out_features in slices)
+        for in_features, slices in lora_groups(config).values()
+    )
+    return config.num_layers * elements * dtype.itemsize
+
+
+class _Bank:
+    """One group's rank rows on the device, all layers, with the tables the kernels read."""
+
+    def __init__(
+        self, num_layers: int, num_rows: int, max_adapters: int, max_rank: int, in_features: int,
+        out_features: Sequence[int], dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        num_slices = len(out_features)
+        self._a = torch.zeros(num_layers, num_rows, num_slices, in_features, dtype=dtype, device=device)
+        self._b = torch.zeros(num_layers, num_rows, sum(out_features), dtype=dtype, device=device)
+        self._row_table = torch.full((max_adapters, max_rank), -1, dtype=torch.int32, device=device)
+        self._ranks = torch.zeros(max_adapters, num_slices, dtype=torch.int32, device=device)
+        self._offsets = (0, *np.cumsum(out_features).tolist())
+        self._tables = LoraTables(self._row_table, self._ranks, max_rank)
+
+    def write(self, adapter_index: int, rows: Sequence[int], weights: GroupWeights | None) -> None:
+        self._row_table[adapter_index] = -1
+        if weights is None:
+            self._ranks[adapter_index] = 0
+            return
+        index = torch.tensor(rows, device=self._a.device)
+        self._a.index_copy_(1, index, weights.a.to(self._a.device, non_blocking=True))
+        self._b.index_copy_(1, index, weights.b.to(self._b.device, non_blocking=True))
+        self._row_table[adapter_index, : len(rows)] = index.to(torch.int32)
+        self._ranks[adapter_index] = torch.tensor(weights.ranks, dtype=torch.int32, device=self._ranks.device)
+
+    def layer(self, layer: int) -> LoraLayer:
+        return LoraLayer(self._a[layer], self._b[layer], self._offsets, self._tables)
+
+
+class TorchRunner:
+    def __init__(
+        self,
+        files: ModelFiles,
+        ops: Ops,
+        sampling_ops: SamplingOps,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Memory,
+        progress: Callable[[int, int], None] | None = None,
+        logits_dir: Path | None = None,
+    ) -> None:
+        """`progress(done, total)` counts weight tensors. `logits_dir`: every sampled row's logits are appended to
+        `<request id>.f32` there, for debugging and for tests that compare them."""
+        config = files.config
+        self._ops = ops
+        self._device = device
+        self._model = LlamaModel(config, files.tensors(), ops, dtype, device, progress)
+        self._sampler = Sampler(sampling_ops, config.eos_token_ids)
+        self._logits_dir = logits_dir
+        num_pages = memory.kv_bytes // kv_bytes_per_page(config, dtype)
+        num_rows = memory.adapter_bytes // bank_bytes_per_rank_row(config, dtype)
+        if num_pages < 1:
+            raise ValueError(f"kv_bytes: {memory.kv_bytes} hold no page of {kv_bytes_per_page(config, dtype)} bytes")
+        self._kv = [self._new_pages(config, num_pages, dtype) for _ in range(config.num_layers)]
+        max_rank = min(memory.max_rank, num_rows)
+        groups = lora_groups(config)
+        self._banks = {
+            group: _Bank(
+                config.num_layers, num_rows, memory.max_adapters, max_rank, in_features,
+                [out for _, out in slices], dtype, device,
+            )
+            for group, (in_features, slices) in groups.items()
+        }  # fmt: skip
+        self._lora = [
+            LoraLayers(**{group: bank.layer(layer) for group, bank in self._banks.items()})
+            for layer in range(config.num_layers)
+        ]
+        self._info = RunnerInfo(
+            model_name=config.name,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            num_rank_rows=dict.fromkeys(groups, num_rows),
+            max_adapters=memory.max_adapters,
+            max_rank=max_rank,
+            context_length=min(config.context_length, num_pages * PAGE_SIZE),
+            vocab_size=config.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+        )
+
+    def _new_pages(self, config: ModelConfig, num_pages: int, dtype: torch.dtype) -> KVLayer:
+        shape = (num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+        return KVLayer(
+            torch.zeros(shape, dtype=dtype, device=self._device), torch.zeros(shape, dtype=dtype, device=self._device)
+        )
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    def load_adapter(
+        self, adapter_index: int, rank_rows: Mapping[str, Sequence[int]], weights: Mapping[str, GroupWeights]
+    ) -> None:
+        for group, bank in self._banks.items():
+            bank.write(adapter_index, rank_rows.get(group, ()), weights.get(group))
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+        step = batch_tensors.build(chunks, PAGE_SIZE, self._device)
+        self._ops.plan(step.batch)
+        logits = self._model.forward(step.token_ids, step.batch, self._kv, self._lora, step.logit_rows)
+        sampling = [chunk.request for chunk in chunks if chunk.samples]
+        if not sampling:
+            return StepResult([None] * len(chunks))
+        if self._logits_dir is not None:
+            self._dump(logits, [request.request_id for request in sampling])
+        sampled = iter(self._sampler.sample(logits, sampling))
+        return StepResult([next(sampled) if chunk.samples else None for chunk in chunks])
+
+    def _dump(self, logits: Tensor, request_ids: Sequence[str]) -> None:
+        assert self._logits_dir is not None
+        for row, request_id in zip(logits.float().cpu().numpy(), request_ids, strict=True):
+            with (self._logits_dir / f"{request_id}.f32").open("ab") as file:
+                file.write(row.tobytes())
