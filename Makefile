@@ -42,7 +42,7 @@ bench: $(INSTALLED)  ## Measure the stack under load
 	$(BIN)/python -m bench
 
 kernels-compile: $(INSTALLED)  ## Compile every kernel for GPUs that need not be here
-	$(BIN)/python -m kernels.bench.compile
+	$(BIN)/python -m kernels.compile
 
 soak: $(INSTALLED)  ## Hours of mixed load, faults included
 	$(BIN)/python -m bench.soak
