@@ -1,7 +1,7 @@
 """Typed errors: one exception class that carries a canonical code and google.rpc details across every hop.
 
-Domain code raises what the constructors below make; `protos.serving.ErrorInterceptor` turns it into the RPC's status with
-the details in `grpc-status-details-bin`; `from_rpc_error` reads them back on the other side, unchanged.
+Domain code raises what the constructors below make; `protos.serving.ErrorInterceptor` turns it into the RPC's status,
+with the details in `grpc-status-details-bin`; `from_rpc_error` reads them back on the other side, unchanged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServiceError(Exception):
         return f"{self.code.name}: {self.message}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_from_bytes, (self.to_status().SerializeToString(),))
+        return (from_status_bytes, (self.to_status().SerializeToString(),))
 
     def to_status(self) -> status_pb2.Status:
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
@@ -84,7 +84,9 @@ def failed_precondition(kind: str, subject: str, description: str) -> ServiceErr
         type=kind, subject=subject[:_QUOTE_LIMIT], description=description
     )
     return ServiceError(
-        grpc.StatusCode.FAILED_PRECONDITION, description, [error_details_pb2.PreconditionFailure(violations=[violation])]
+        grpc.StatusCode.FAILED_PRECONDITION,
+        description,
+        [error_details_pb2.PreconditionFailure(violations=[violation])],
     )
 
 
@@ -121,7 +123,7 @@ def from_rpc_error(error: grpc.RpcError | grpc.aio.AioRpcError) -> ServiceError:
     for key, value in trailing or ():
         if key == DETAILS_KEY:
             try:
-                return _from_bytes(value if isinstance(value, bytes) else value.encode())
+                return from_status_bytes(value if isinstance(value, bytes) else value.encode())
             except Exception:  # a peer's malformed detail must not hide its status
                 break
     return ServiceError(code, message)
@@ -152,7 +154,8 @@ _KINDS: tuple[type[Message], ...] = (
 )
 
 
-def _from_bytes(data: bytes) -> ServiceError:
+def from_status_bytes(data: bytes) -> ServiceError:
+    """The error whose `to_status()` was serialized to `data`; details of unknown kinds are dropped."""
     status = status_pb2.Status.FromString(data)
     details: list[Message] = []
     for packed in status.details:

@@ -1,6 +1,6 @@
 """Health v1 from the outside: wait until a server is SERVING. As a command it is what containers are checked with.
 
-    python -m protos.health localhost:50051 [timeout_s]
+python -m protos.health localhost:50051 [timeout_s]
 """
 
 from __future__ import annotations
