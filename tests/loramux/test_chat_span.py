@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -63,6 +64,7 @@ async def test_a_cancelled_asyncio_stream(server: ScriptedServer, exporter: InMe
     async with AsyncClient(server.address) as client:
         async for _ in client.generate("Hi"):
             break
-    server.close_calls()
+        assert await asyncio.to_thread(server.generation.cut_off.wait, 5)
+        await asyncio.to_thread(server.close_calls)
     top, *_ = chain(exporter, "chat")
     assert (top.attributes or {})["error.type"] == "CANCELLED"
