@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,7 @@ class UnaryStreamTelemetry(grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        return await _intercept(continuation, client_call_details, request)
+        return _StreamCall(await _intercept(continuation, client_call_details, request))
 
 
 class StreamUnaryTelemetry(grpc.aio.StreamUnaryClientInterceptor):
@@ -186,6 +186,68 @@ async def _intercept(continuation: Callable[..., Any], details: Any, request: An
     pending: set[asyncio.Task[Any]] = set()
     call.add_done_callback(done)
     return call
+
+
+class _StreamCall(grpc.aio.UnaryStreamCall[Any, Any]):
+    """The call, with the done callbacks of whoever holds it kept here instead of on the call itself.
+
+    grpc keeps a running call alive, and with it its callbacks, one of which is the channel's and holds the caller's own
+    handle: without this step between, a stream dropped unread is never collected and never cancelled.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._callbacks: list[Callable[[Any], None]] = []
+        this = weakref.ref(self)
+
+        def done(_: Any) -> None:
+            alive = this()
+            if alive is not None:
+                for callback in alive._callbacks:
+                    callback(alive)
+
+        call.add_done_callback(done)
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        if self._call.done():
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        iterator: AsyncIterator[Any] = self._call.__aiter__()
+        return iterator
+
+    async def read(self) -> Any:
+        return await self._call.read()
+
+    def cancel(self) -> bool:
+        return bool(self._call.cancel())
+
+    def cancelled(self) -> bool:
+        return bool(self._call.cancelled())
+
+    def done(self) -> bool:
+        return bool(self._call.done())
+
+    def time_remaining(self) -> float | None:
+        remaining: float | None = self._call.time_remaining()
+        return remaining
+
+    async def initial_metadata(self) -> Any:
+        return await self._call.initial_metadata()
+
+    async def trailing_metadata(self) -> Any:
+        return await self._call.trailing_metadata()
+
+    async def code(self) -> Any:
+        return await self._call.code()
+
+    async def details(self) -> Any:
+        return await self._call.details()
+
+    async def wait_for_connection(self) -> None:
+        await self._call.wait_for_connection()
 
 
 @dataclass(frozen=True)

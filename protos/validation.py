@@ -1,0 +1,100 @@
+"""Range checks of what a caller sends, as the comments of common.proto state them.
+
+The gateway refuses here before a request queues, the model server for those that call it directly. What needs a tokenizer or
+the model (vocabulary, context length) only the model server can check.
+"""
+
+from __future__ import annotations
+
+import math
+
+from protos import common_pb2 as pb
+from protos.errors import invalid_argument, quote
+
+MAX_PROMPT_BYTES = 1024 * 1024
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+ROLES = ("system", "user", "assistant")
+
+
+def check_prompt(prompt: pb.Prompt) -> None:
+    """Raises INVALID_ARGUMENT naming `prompt` or the part of it at fault."""
+    kind = prompt.WhichOneof("kind")
+    if kind is None:
+        raise invalid_argument("prompt", "set one of text, token_ids or chat")
+    if kind == "text":
+        if not prompt.text:
+            raise invalid_argument("prompt.text", "is empty")
+        _check_size("prompt.text", len(prompt.text.encode()))
+    elif kind == "token_ids":
+        if not prompt.token_ids.ids:
+            raise invalid_argument("prompt.token_ids", "is empty")
+    else:
+        if not prompt.chat.messages:
+            raise invalid_argument("prompt.chat", "has no messages")
+        for index, message in enumerate(prompt.chat.messages):
+            if message.role not in ROLES:
+                raise invalid_argument(
+                    f"prompt.chat.messages[{index}].role", f"is {quote(message.role)}, not one of {', '.join(ROLES)}"
+                )
+        _check_size("prompt.chat", sum(len(message.content.encode()) for message in prompt.chat.messages))
+
+
+def check_sampling(sampling: pb.SamplingParams) -> None:
+    """Raises INVALID_ARGUMENT naming the first field out of its range."""
+    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+        raise invalid_argument("sampling.max_tokens", f"is {sampling.max_tokens}, must be at least 1")
+    if sampling.HasField("temperature"):
+        _check_range("temperature", sampling.temperature, low=0.0)
+    if sampling.HasField("top_p"):
+        _check_range("top_p", sampling.top_p, above=0.0, high=1.0)
+    if sampling.top_k < 0:
+        raise invalid_argument("sampling.top_k", f"is {sampling.top_k}, must not be negative")
+    if sampling.HasField("min_p"):
+        _check_range("min_p", sampling.min_p, low=0.0, high=1.0)
+    if sampling.HasField("repetition_penalty"):
+        _check_range("repetition_penalty", sampling.repetition_penalty, above=0.0)
+    if sampling.HasField("presence_penalty"):
+        _check_range("presence_penalty", sampling.presence_penalty, low=-2.0, high=2.0)
+    if sampling.HasField("frequency_penalty"):
+        _check_range("frequency_penalty", sampling.frequency_penalty, low=-2.0, high=2.0)
+    for token_id, bias in sampling.logit_bias.items():
+        _check_range(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise invalid_argument("sampling.stop", f"has {len(sampling.stop)} strings, at most {MAX_STOP_STRINGS}")
+    for index, stop in enumerate(sampling.stop):
+        if not stop:
+            raise invalid_argument(f"sampling.stop[{index}]", "is empty")
+    if sampling.min_tokens < 0:
+        raise invalid_argument("sampling.min_tokens", f"is {sampling.min_tokens}, must not be negative")
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise invalid_argument(
+            "sampling.min_tokens", f"is {sampling.min_tokens}, more than max_tokens {sampling.max_tokens}"
+        )
+    if sampling.HasField("logprobs") and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
+        raise invalid_argument("sampling.logprobs", f"is {sampling.logprobs}, must be 0 to {MAX_LOGPROBS}")
+
+
+def check_priority(priority: int) -> None:
+    """Raises INVALID_ARGUMENT for a number that is no Priority (proto3 enums are open)."""
+    if priority not in pb.Priority.values():
+        raise invalid_argument("priority", f"is {priority}, not a known priority")
+
+
+def _check_range(
+    name: str, value: float, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf
+) -> None:
+    """`low` and `high` are included, `above` is not; NaN and infinities are in no range."""
+    if math.isfinite(value) and low <= value <= high and value > above:
+        return
+    bounds = [
+        *([f"at least {low:g}"] if low > -math.inf else []),
+        *([f"greater than {above:g}"] if above > -math.inf else []),
+        *([f"at most {high:g}"] if high < math.inf else []),
+    ]
+    raise invalid_argument(f"sampling.{name}", f"is {value:g}, must be finite and {' and '.join(bounds)}")
+
+
+def _check_size(field: str, num_bytes: int) -> None:
+    if num_bytes > MAX_PROMPT_BYTES:
+        raise invalid_argument(field, f"has {num_bytes} bytes, at most {MAX_PROMPT_BYTES}")
