@@ -44,6 +44,7 @@ _MAX_PATTERNS = 4096
 _MAX_PATTERN_QUANTIFIERS = 3
 _MAX_PATTERN_CHARS = 512
 _MAX_MODULE_CHARS = 256
+_MAX_BASE_MODEL_CHARS = 1024
 
 
 def check_adapter_id(adapter_id: str, field: str = "adapter_id") -> str:
@@ -110,7 +111,7 @@ _REFUSED_TENSORS = {
     "lora_embedding_B": "LoRA on an embedding",
     "bias": "a bias tensor",
     "modules_to_save": "a full replacement weight (modules_to_save)",
-    "trainable_tokens": "a trained token embedding",
+    "token_adapter": "a trained token embedding (trainable_token_indices)",
     "base_layer": "a weight of the base model or of a parameter target",
 }
 
@@ -177,8 +178,9 @@ def parse_config(data: bytes) -> AdapterConfig:
         )
     _check_target_modules(config.get("target_modules"))
     base_model = config.get("base_model_name_or_path") or ""
-    if not isinstance(base_model, str):
-        raise _refuse("base_model_name_or_path", f"must be a string or null, not {quote(base_model)}")
+    if not isinstance(base_model, str) or len(base_model) > _MAX_BASE_MODEL_CHARS:
+        limit = f"must be null or a string of at most {_MAX_BASE_MODEL_CHARS} characters"
+        raise _refuse("base_model_name_or_path", f"{limit}, not {quote(base_model)}")
     use_rslora = config.get("use_rslora")
     if not isinstance(use_rslora, bool) and not _neutral(use_rslora):
         raise _refuse("use_rslora", f"must be true or false, not {quote(use_rslora)}")
