@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -81,3 +83,12 @@ class CompileCase:
         """Equal for cases that compile to the same code."""
         options = (self.num_warps, self.num_stages, self.unaligned)
         return repr((self.kernel.__name__, self.signature, sorted(self.constexprs.items()), options))
+
+
+HIP_STAGES = 2  # AMD keeps a stage in registers and one buffer of 64 KB: deeper pipelines do not fit
+
+
+def pipeline_stages(wanted: int, dtype: torch.dtype) -> int:
+    """`num_stages` for a launcher: `wanted` holds for 2-byte elements; fp32 tiles take twice the shared memory."""
+    stages = max(1, wanted * 2 // dtype.itemsize)
+    return min(stages, HIP_STAGES) if torch.version.hip else stages
