@@ -1,7 +1,7 @@
 """Range checks of what a caller sends, as the comments of common.proto state them.
 
-The gateway refuses here before a request queues, the model server for those that call it directly. What needs a tokenizer or
-the model (vocabulary, context length) only the model server can check.
+The gateway refuses here before a request queues, the model server for those that call it directly. What needs a
+tokenizer or the model (vocabulary, context length) only the model server can check.
 """
 
 from __future__ import annotations

@@ -1,0 +1,198 @@
+"""The Generation service: what a call asks for in the gateway's own terms, and back. Nothing is decided here."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc.aio
+
+from gateway.account import Account
+from gateway.catalog import Catalog
+from gateway.dispatcher import Dispatcher
+from gateway.forwarder import Forwarder
+from gateway.replicas import Replicas
+from gateway.request import AdapterRef, Priority, Request
+from gateway.tenants import Tenants
+from observability import logs
+from observability.metrics import RequestMetrics
+from protos import common_pb2, gateway_pb2, gateway_pb2_grpc, model_server_pb2
+from protos.errors import ServiceError, deadline_exceeded, invalid_argument
+from protos.validation import check_priority, check_prompt, check_sampling
+
+SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+
+_PRIORITIES = {
+    common_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    common_pb2.PRIORITY_LOW: Priority.LOW,
+    common_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    common_pb2.PRIORITY_HIGH: Priority.HIGH,
+}
+# What fairness expects of a request that does not say, until its Finished tells.
+_EXPECTED_OUTPUT_TOKENS = 256
+_BYTES_PER_TOKEN = 4
+# Our deadline lies this much before the caller's, so that the typed error arrives before the call is cut.
+_DEADLINE_MARGIN_S = 0.02
+_DEADLINE_MARGIN_SHARE = 0.1
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
+    def __init__(
+        self,
+        tenants: Tenants,
+        catalog: Catalog,
+        replicas: Replicas,
+        dispatcher: Dispatcher,
+        forwarder: Forwarder,
+        metrics: RequestMetrics,
+    ) -> None:
+        self._tenants = tenants
+        self._catalog = catalog
+        self._replicas = replicas
+        self._dispatcher = dispatcher
+        self._forwarder = forwarder
+        self._metrics = metrics
+
+    async def Generate(  # noqa: N802
+        self, request: gateway_pb2.GenerateRequest, context: Any
+    ) -> AsyncGenerator[common_pb2.GenerateEvent, None]:
+        async with contextlib.aclosing(self._events(request, context, streamed=True)) as events:
+            async for event in events:
+                yield event
+
+    async def GenerateUnary(  # noqa: N802
+        self, request: gateway_pb2.GenerateRequest, context: Any
+    ) -> gateway_pb2.GenerateResponse:
+        response = gateway_pb2.GenerateResponse()
+        texts: list[str] = []
+        async with contextlib.aclosing(self._events(request, context, streamed=False)) as events:
+            async for event in events:
+                kind = event.WhichOneof("event")
+                if kind == "delta":
+                    texts.append(event.delta.text)
+                    response.token_ids.extend(event.delta.token_ids)
+                    response.logprobs.extend(event.delta.logprobs)
+                elif kind == "accepted":
+                    response.accepted.CopyFrom(event.accepted)
+                else:
+                    response.finished.CopyFrom(event.finished)
+        response.text = "".join(texts)
+        return response
+
+    async def ListModels(  # noqa: N802
+        self, request: gateway_pb2.ListModelsRequest, context: Any
+    ) -> gateway_pb2.ListModelsResponse:
+        self._tenants.authenticate(_pairs(context))
+        response = gateway_pb2.ListModelsResponse()
+        for adapter_id, adapter in self._catalog:
+            response.adapters.add(
+                adapter_id=adapter_id,
+                newest_revision=adapter.newest,
+                aliases=adapter.aliases,
+                revisions=len(adapter.created),
+            )
+        for replica in self._replicas:
+            status = replica.status
+            response.base_model = response.base_model or status.base_model
+            response.context_length = response.context_length or status.context_length
+            response.replicas.add(
+                address=replica.load.address,
+                ready=replica.load.ready,
+                base_model=status.base_model,
+                outstanding=replica.load.outstanding,
+                resident_adapters=status.resident_adapters,
+            )
+        return response
+
+    async def _events(
+        self, message: gateway_pb2.GenerateRequest, context: _Context, streamed: bool
+    ) -> AsyncGenerator[common_pb2.GenerateEvent, None]:
+        account = Account(self._metrics, streamed)
+        error: str | None = "CANCELLED"
+        try:
+            request, forwarded = self._accept(message, context)
+            account.admitted(request, message)
+            deadline_s = _deadline_s(context)
+            try:
+                async with contextlib.aclosing(self._forwarder.events(request, forwarded, deadline_s)) as events:
+                    async for event in events:
+                        account.event(event)
+                        yield event
+            finally:
+                if account.used_tokens:
+                    self._dispatcher.settle(request, account.used_tokens)
+            error = None
+        except ServiceError as failure:
+            error = failure.code.name
+            raise
+        finally:
+            account.close(error)
+
+    def _accept(
+        self, message: gateway_pb2.GenerateRequest, context: _Context
+    ) -> tuple[Request, model_server_pb2.ServerGenerateRequest]:
+        """Authenticate, validate, resolve."""
+        tenant = self._tenants.authenticate(_pairs(context))
+        check_prompt(message.prompt)
+        check_sampling(message.sampling)
+        check_priority(message.priority)
+        adapter = self._resolve(message.target)
+        request = Request(
+            request_id=logs.request_id() or uuid.uuid4().hex,
+            tenant=tenant,
+            priority=_PRIORITIES[message.priority],
+            adapter=adapter,
+            cost=_expected_tokens(message),
+        )
+        forwarded = model_server_pb2.ServerGenerateRequest(
+            request_id=request.request_id,
+            prompt=message.prompt,
+            sampling=message.sampling,
+            priority=message.priority,
+            tenant=tenant,
+        )
+        if adapter is not None:
+            forwarded.adapter.adapter_id, forwarded.adapter.revision = adapter
+        return request, forwarded
+
+    def _resolve(self, target: common_pb2.Target) -> AdapterRef | None:
+        kind = target.WhichOneof("kind")
+        if kind is None:
+            raise invalid_argument("target", "set base or adapter")
+        if kind == "base":
+            return None
+        asked = target.adapter
+        version = asked.WhichOneof("version")
+        return self._catalog.resolve(
+            asked.adapter_id,
+            revision=asked.revision if version == "revision" else None,
+            alias=asked.alias if version == "alias" else None,
+        )
+
+
+def _deadline_s(context: _Context) -> float | None:
+    """When to be done, in monotonic time; None without a deadline. Raises DEADLINE_EXCEEDED if that has passed."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return None
+    if remaining_s <= 0:
+        raise deadline_exceeded("queue")
+    return time.monotonic() + remaining_s - min(_DEADLINE_MARGIN_S, remaining_s * _DEADLINE_MARGIN_SHARE)
+
+
+def _expected_tokens(message: gateway_pb2.GenerateRequest) -> int:
+    prompt = message.prompt
+    if prompt.HasField("token_ids"):
+        prompt_tokens = len(prompt.token_ids.ids)
+    else:
+        prompt_tokens = prompt.ByteSize() // _BYTES_PER_TOKEN
+    return max(1, prompt_tokens) + (message.sampling.max_tokens or _EXPECTED_OUTPUT_TOKENS)
+
+
+def _pairs(context: _Context) -> list[tuple[str, str | bytes]]:
+    return [(str(key), value) for key, value in context.invocation_metadata() or ()]
