@@ -17,6 +17,7 @@ from kernels.reference.kv_append import SMALLEST_AMAX
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _SCALED = (torch.int8, torch.float8_e4m3fn)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_AMAX)
+E4M3_FACTOR = tl.constexpr(256.0)  # what scales are multiplied with to go with `widen`
 # Scaled storage in a compile case: pointer type -> label.
 STORAGE_TYPES = {"*i8": "int8", "*u8": "e4m3"}
 
@@ -61,7 +62,7 @@ def _to_e4m3(x):
 
 @triton.jit
 def widen(stored, dtype: tl.constexpr):
-    """Stored values without their scales, in `dtype`, exactly. Of FP8 the 256th part: see `scale_factor`.
+    """Stored values without their scales, in `dtype`, exactly; of e4m3 the 256th part, see E4M3_FACTOR.
 
     An e4m3 number's bits, moved under fp16's exponent (bias 15 instead of 7), read as 2⁻⁸ of it, subnormal or not.
     """
@@ -69,12 +70,6 @@ def widen(stored, dtype: tl.constexpr):
         bits = stored.to(tl.uint16)
         return (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(dtype)
     return stored.to(dtype)
-
-
-@triton.jit
-def scale_factor(pages_ptr):
-    """What scales must be multiplied with to go with `widen`."""
-    return 256.0 if pages_ptr.dtype.element_ty == tl.uint8 else 1.0
 
 
 def kernel_arguments(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
