@@ -130,7 +130,9 @@ def test_magnitudes_are_refused_though_the_config_denies_them(tmp_path: Path) ->
 
 
 def test_part_of_the_layers_and_the_head_are_accepted(tmp_path: Path) -> None:  # CFG-07, VOC-05, FIL-17
-    tensors = {k: v for k, v in lora().items() if ".1." in k} | lora(key="base_model.model.lm_head.lora_{factor}.weight")
+    tensors = {k: v for k, v in lora().items() if ".1." in k} | lora(
+        key="base_model.model.lm_head.lora_{factor}.weight"
+    )
     facts = check(tmp_path, tensors, layers_to_transform=[1], target_modules=["q_proj", "lm_head"])
     assert facts.target_modules == ("lm_head", "q_proj")
 

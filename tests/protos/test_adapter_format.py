@@ -186,7 +186,8 @@ def test_a_key_gives_the_adapter_name_left_in_it() -> None:
     ["", "lora_A.weight", "m.lora_A", "m..lora_A.weight", "m.lora_A..weight", "m.lora_A.a.b.weight", "m.lora_C.weight",
      "base_model.model.lm_head.weight", "m.lora_magnitude_vector", "m.lora_magnitude_vector.default.weight",
      "embed_tokens.lora_embedding_A", "q_proj.bias", "q_proj.lora_B.bias", "lm_head.modules_to_save.weight",
-     "experts.base_layer.lora_A.weight", "embed_tokens.token_adapter.trainable_tokens_delta", "x" * 300 + ".lora_A.weight"],
+     "experts.base_layer.lora_A.weight", "embed_tokens.token_adapter.trainable_tokens_delta",
+     "x" * 300 + ".lora_A.weight"],
 )  # fmt: skip
 def test_other_tensors_are_refused_by_name(key: str) -> None:  # CFG-13, CFG-17, VOC-01
     with pytest.raises(ServiceError) as raised:
