@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 class GatewayConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="LORAMUX_GATEWAY_", frozen=True)
 
-    listen: str = "0.0.0.0:50051"
+    listen: str = "127.0.0.1:50051"
     adapter_store: str = "localhost:50071"
     replicas: Annotated[tuple[str, ...], NoDecode] = ("localhost:50061",)  # comma-separated in the environment
     api_keys: dict[str, str] = {}  # key to tenant; empty: open to all, tenant "anonymous"

@@ -31,7 +31,7 @@ class Dispatcher:
     async def place(self, request: Request, deadline_s: float | None) -> Replica:
         """Wait for a turn and a place on a replica. `deadline_s` is monotonic time.
 
-        A request that replicas have failed (`tried`) had its turn and waits at the front. Raises RESOURCE_EXHAUSTED
+        A request that replicas have failed (`tried`) had its turn and is its tenant's next. Raises RESOURCE_EXHAUSTED
         when the queue is full, DEADLINE_EXCEEDED in phase "queue", UNAVAILABLE when no replica is ready for too long.
         """
         entered_s = time.monotonic()
@@ -69,6 +69,10 @@ class Dispatcher:
     def settle(self, request: Request, used_tokens: int) -> None:
         """Charge the tenant for what the request used instead of what it was expected to."""
         self._queue.charge(request, used_tokens - request.cost)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
 
     def has_untried(self, request: Request) -> bool:
         return bool(eligible(self._replicas.loads, request))

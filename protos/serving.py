@@ -108,7 +108,13 @@ async def _reported(context: grpc.aio.ServicerContext[Any, Any], method: str) ->
         yield
     except errors.ServiceError as error:
         await errors.abort(context, error)
-    except (grpc.aio.AbortError, asyncio.CancelledError, GeneratorExit):
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # The handler gave up by itself. grpc sends no status for that and the client would wait for ever.
+        await errors.abort(context, errors.unavailable(f"{method} was abandoned by the server"))
+    except (grpc.aio.AbortError, GeneratorExit):
         raise
     except Exception:
         log.exception("unforeseen failure", extra={"rpc_method": method})
