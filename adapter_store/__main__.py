@@ -21,7 +21,7 @@ from protos.serving import Serving
 async def serve(settings: Settings) -> None:
     blobs = Blobs(settings.data_dir)
     store = AdapterStore(
-        Catalog(settings.catalog_url, settings.max_entries), blobs, max_adapter_bytes=settings.max_adapter_bytes
+        Catalog(settings.catalog_url, settings.max_catalog_bytes), blobs, max_adapter_bytes=settings.max_adapter_bytes
     )
     servicer = AdapterStoreServicer(store, settings.watch_queue)
     serving = Serving([ServerTelemetryInterceptor()])

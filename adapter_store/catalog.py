@@ -22,12 +22,12 @@ class Catalog:
     order of their versions. Nothing else may write to the database meanwhile.
     """
 
-    def __init__(self, database_url: str, max_entries: int) -> None:
-        """`max_entries` bounds revisions and aliases together, so that a snapshot always fits in one message."""
+    def __init__(self, database_url: str, max_bytes: int) -> None:
+        """`max_bytes` bounds a snapshot of everything, which travels as one message."""
         self._engine = sa.create_engine(database_url)
         if self._engine.dialect.name == "sqlite":
             sa.event.listen(self._engine, "connect", _configure_sqlite)
-        self._max_entries = max_entries
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
         tables.metadata.create_all(self._engine)
@@ -144,9 +144,10 @@ class Catalog:
                 subscription.offer(change)
 
     def _check_room(self, connection: Connection) -> None:
-        if tables.count(connection) > self._max_entries:
+        if tables.listed_bytes(connection) > self._max_bytes:
             raise resource_exhausted(
-                "max_entries", f"the store is full: {self._max_entries} revisions and aliases; delete some first"
+                "max_catalog_bytes",
+                f"the catalog is full: its listing would exceed {self._max_bytes} bytes; delete some revisions first",
             )
 
 

@@ -19,8 +19,8 @@ class Settings(BaseSettings):
     )
     database_url: str = Field(default="", description="SQLAlchemy URL of the catalog; empty: SQLite in data_dir")
     max_adapter_bytes: int = Field(default=4 * 1024**3, gt=0, description="largest adapter_model.safetensors taken")
-    max_entries: int = Field(
-        default=8192, gt=0, le=8192, description="most revisions and aliases; a snapshot is one message"
+    max_catalog_bytes: int = Field(
+        default=4_000_000, gt=0, le=4_000_000, description="size of the listing of all revisions, which is one message"
     )
     watch_queue: int = Field(
         default=1024, gt=0, description="changes held for a slow watcher before it gets a new snapshot"

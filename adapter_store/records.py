@@ -25,12 +25,23 @@ class Revision:
     target_modules: tuple[str, ...]
     num_parameters: int
 
+    @property
+    def listed_bytes(self) -> int:
+        """At least what it takes of a message."""
+        texts = (self.adapter_id, self.revision, self.base_model, *self.target_modules)
+        return 128 + sum(len(text.encode()) + 4 for text in texts) + sum(len(file.name) + 96 for file in self.files)
+
 
 @dataclass(frozen=True)
 class Alias:
     adapter_id: str
     alias: str
     revision: str  # empty, in a change: the alias was removed
+
+    @property
+    def listed_bytes(self) -> int:
+        """At least what it takes of a message."""
+        return 16 + len(self.adapter_id) + len(self.alias) + len(self.revision)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import grpc.aio
 
-from adapter_store.records import Alias, Change, Deleted, Revision, Snapshot, StoredFile
+from adapter_store.records import Alias, Change, Deleted, Revision, StoredFile
 from adapter_store.store import AdapterStore
 from adapter_store.subscription import Subscription
 from protos import adapter_store_pb2 as pb
@@ -65,11 +65,7 @@ class AdapterStoreServicer(adapter_store_pb2_grpc.AdapterStoreServicer):
         )
 
     async def List(self, request: pb.ListRequest, context: _Context) -> pb.ListResponse:  # noqa: N802
-        snapshot = await asyncio.to_thread(self._store.catalog.snapshot, request.adapter_id)
-        return pb.ListResponse(
-            revisions=map(_revision, snapshot.revisions),
-            aliases=[pb.Alias(**vars(alias)) for alias in snapshot.aliases],
-        )
+        return await asyncio.to_thread(self._list, request.adapter_id)
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> AsyncIterator[pb.FetchResponse]:  # noqa: N802
         revision, files = await asyncio.to_thread(self._store.open, request.ref.adapter_id, request.ref.revision)
@@ -97,12 +93,25 @@ class AdapterStoreServicer(adapter_store_pb2_grpc.AdapterStoreServicer):
             subscription.close()
         try:
             while True:
-                yield _snapshot_event(await asyncio.to_thread(self._store.catalog.attach, subscription))
+                yield await asyncio.to_thread(self._snapshot_event, subscription)
                 while change := await subscription.next():
                     yield _change_event(change)
         finally:
             self._watches.discard(subscription)
             subscription.close()
+
+    # A full catalog takes tenths of a second to turn into a message: these two run on threads.
+
+    def _list(self, adapter_id: str) -> pb.ListResponse:
+        snapshot = self._store.catalog.snapshot(adapter_id)
+        return pb.ListResponse(revisions=map(_revision, snapshot.revisions), aliases=map(_alias, snapshot.aliases))
+
+    def _snapshot_event(self, subscription: Subscription) -> pb.CatalogEvent:
+        snapshot = self._store.catalog.attach(subscription)
+        content = pb.CatalogEvent.Snapshot(
+            revisions=map(_revision, snapshot.revisions), aliases=map(_alias, snapshot.aliases)
+        )
+        return pb.CatalogEvent(version=snapshot.version, snapshot=content)
 
 
 def _close(files: Iterable[BinaryIO]) -> None:
@@ -123,14 +132,8 @@ def _revision(revision: Revision) -> pb.AdapterRevision:
     return message
 
 
-def _snapshot_event(snapshot: Snapshot) -> pb.CatalogEvent:
-    return pb.CatalogEvent(
-        version=snapshot.version,
-        snapshot=pb.CatalogEvent.Snapshot(
-            revisions=map(_revision, snapshot.revisions),
-            aliases=[pb.Alias(**vars(alias)) for alias in snapshot.aliases],
-        ),
-    )
+def _alias(alias: Alias) -> pb.Alias:
+    return pb.Alias(**vars(alias))
 
 
 def _change_event(change: Change) -> pb.CatalogEvent:
@@ -138,7 +141,7 @@ def _change_event(change: Change) -> pb.CatalogEvent:
         case Revision() as revision:
             return pb.CatalogEvent(version=change.version, put=_revision(revision))
         case Alias() as alias:
-            return pb.CatalogEvent(version=change.version, alias_set=pb.Alias(**vars(alias)))
+            return pb.CatalogEvent(version=change.version, alias_set=_alias(alias))
         case Deleted(adapter_id, revision_id):
             ref = common_pb2.AdapterRef(adapter_id=adapter_id, revision=revision_id)
             return pb.CatalogEvent(version=change.version, deleted=ref)

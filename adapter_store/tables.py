@@ -24,6 +24,7 @@ revisions = sa.Table(
     sa.Column("max_rank", sa.Integer, nullable=False),
     sa.Column("target_modules", sa.JSON, nullable=False),
     sa.Column("num_parameters", sa.BigInteger, nullable=False),
+    sa.Column("listed_bytes", sa.Integer, nullable=False),
     sa.UniqueConstraint("adapter_id", "revision"),
     sqlite_autoincrement=True,
 )
@@ -45,6 +46,7 @@ aliases = sa.Table(
     sa.Column("adapter_id", sa.String(128), primary_key=True),
     sa.Column("alias", sa.String(128), primary_key=True),
     sa.Column("revision_id", sa.ForeignKey("revisions.id"), nullable=False),
+    sa.Column("listed_bytes", sa.Integer, nullable=False),
 )
 
 # One row: the number of changes the catalog has seen.
@@ -123,6 +125,7 @@ def insert(connection: Connection, revision: Revision) -> None:
             max_rank=revision.max_rank,
             target_modules=list(revision.target_modules),
             num_parameters=revision.num_parameters,
+            listed_bytes=revision.listed_bytes,
         )
         .returning(revisions.c.id)
     ).one()
@@ -140,9 +143,10 @@ def start_numbering(connection: Connection) -> None:
         connection.execute(sa.insert(version).values(version=0))
 
 
-def count(connection: Connection) -> int:
-    """Revisions and aliases together."""
-    return sum(connection.scalars(sa.select(sa.func.count()).select_from(t)).one() for t in (revisions, aliases))
+def listed_bytes(connection: Connection) -> int:
+    """At least what a snapshot takes of a message."""
+    sums = (sa.select(sa.func.coalesce(sa.func.sum(t.c.listed_bytes), 0)) for t in (revisions, aliases))
+    return sum(connection.scalars(total).one() for total in sums)
 
 
 def alias_target(connection: Connection, adapter_id: str, alias: str) -> str | None:
@@ -163,7 +167,9 @@ def point(connection: Connection, alias: Alias) -> str | None:
         if row_id is None:
             raise no_revision(alias.adapter_id, alias.revision)
         connection.execute(
-            sa.insert(aliases).values(adapter_id=alias.adapter_id, alias=alias.alias, revision_id=row_id)
+            sa.insert(aliases).values(
+                adapter_id=alias.adapter_id, alias=alias.alias, revision_id=row_id, listed_bytes=alias.listed_bytes
+            )
         )
     return previous
 

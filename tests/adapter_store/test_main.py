@@ -68,7 +68,7 @@ async def test_a_killed_store_comes_back_with_everything_and_stops_cleanly(tmp_p
 
 
 async def test_a_setting_that_is_wrong_is_named(tmp_path: Path) -> None:
-    for settings, name in (({"LISTEN": "nowhere"}, "listen"), ({"MAX_ENTRIES": "0"}, "max_entries")):
+    for settings, name in (({"LISTEN": "nowhere"}, "listen"), ({"MAX_CATALOG_BYTES": "0"}, "max_catalog_bytes")):
         async with process(tmp_path, **settings) as child:
             _, stderr = await asyncio.wait_for(child.communicate(), 60)
             assert child.returncode == 1

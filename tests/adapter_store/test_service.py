@@ -42,8 +42,8 @@ class Running:
 
 
 @asynccontextmanager
-async def running(folder: Path, watch_queue: int = 100, max_entries: int = 100) -> AsyncIterator[Running]:
-    catalog = Catalog(f"sqlite:///{folder / 'catalog.db'}", max_entries)
+async def running(folder: Path, watch_queue: int = 100, max_catalog_bytes: int = 100_000) -> AsyncIterator[Running]:
+    catalog = Catalog(f"sqlite:///{folder / 'catalog.db'}", max_catalog_bytes)
     store = AdapterStore(catalog, Blobs(folder), LIMIT)
     servicer = AdapterStoreServicer(store, watch_queue)
     server = serving.Serving()
@@ -217,7 +217,7 @@ async def test_an_upload_cut_short_leaves_nothing(service: Running) -> None:
 
 
 async def test_a_full_catalog_keeps_no_file_of_what_it_refuses(tmp_path: Path) -> None:
-    async with running(tmp_path, max_entries=1) as service:
+    async with running(tmp_path, max_catalog_bytes=600) as service:
         first = (await put(service.stub, "a", adapter(1))).revision
         assert (await refused(put(service.stub, "a", adapter(2)))).code == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert service.files() == {f.sha256 for f in first.files}
@@ -375,3 +375,14 @@ async def test_a_restarted_store_holds_everything(tmp_path: Path) -> None:  # FI
         watch = service.stub.Watch(pb.WatchRequest())
         assert (await next_event(watch)).version == 2
         watch.cancel()
+
+
+async def test_the_bound_of_the_listing_holds_for_what_is_sent(service: Running) -> None:
+    names = {"adapter_id": "a" * 128, "alias": "b" * 128}
+    files = {CONFIG_FILE: config(base_model_name_or_path="ü" * 1024), TENSORS_FILE: safetensors(lora())}
+    await put(service.stub, names["adapter_id"], files, alias=names["alias"])
+    await put(service.stub, "a", adapter(), alias="b")
+    snapshot = service.store.catalog.snapshot()
+    bound = sum(r.listed_bytes for r in snapshot.revisions) + sum(a.listed_bytes for a in snapshot.aliases)
+    size = (await service.stub.List(pb.ListRequest())).ByteSize()
+    assert size <= bound < 1.5 * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 
 from adapter_store.validate import AdapterFacts, check_file_names, validate
-from protos.adapter_format import CONFIG_FILE, TENSORS_FILE
+from protos.adapter_format import CONFIG_FILE, TENSORS_FILE, parse_config
 from protos.errors import ServiceError
+from protos.safetensors_header import module_shapes, read_header
 from tests.adapter_store.adapters import config, lora, safetensors, tensor
 
+UNMATCHED = "alpha_pattern['^q_proj']"
 UP = "base_model.model.model.layers.{layer}.mlp.up_proj.lora_{factor}.weight"
 
 
@@ -32,7 +35,10 @@ def refused(folder: Path, tensors: Mapping[str, Any] | bytes, **overrides: Any) 
 
 @pytest.fixture(scope="session")
 def saved_by_peft(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders "float32", "float16" and "bfloat16": one adapter with mixed ranks, as PEFT saves it."""
+    """Folders "float32", "float16" and "bfloat16": one adapter with mixed ranks, as PEFT saves it.
+
+    And "used.json": the rank and scaling with which PEFT runs each module.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -50,9 +56,13 @@ def saved_by_peft(tmp_path_factory: pytest.TempPathFactory) -> Path:
         base,
         LoraConfig(
             r=8, lora_alpha=16, use_rslora=True, rank_pattern={"k_proj": 3, r"layers\.1\.mlp\.up_proj": 12},
+            alpha_pattern={"^q_proj": 100, r"^model\.layers\.0\.self_attn\.k_proj": 5},
             target_modules=["q_proj", "k_proj", "up_proj"], init_lora_weights=False,
         ),
     )  # fmt: skip
+    layers = {name.removeprefix("base_model.model."): m for name, m in model.named_modules() if hasattr(m, "lora_A")}
+    used = {name: (layer.r["default"], layer.scaling["default"]) for name, layer in layers.items()}
+    (root / "used.json").write_text(json.dumps(used))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         model.to(dtype).save_pretrained(root / str(dtype).removeprefix("torch."), save_embedding_layers=False)
     return root
@@ -63,7 +73,18 @@ def test_what_peft_saves_is_accepted(saved_by_peft: Path, dtype: str) -> None:  
     folder = saved_by_peft / dtype
     facts = validate((folder / CONFIG_FILE).read_bytes(), folder / TENSORS_FILE)
     q, k = 2 * 8 * (64 + 64), 2 * 3 * (64 + 32)
-    assert facts == AdapterFacts("tiny-llama", 12, ("k_proj", "q_proj", "up_proj"), q + k + (8 + 12) * (64 + 128))
+    assert facts == AdapterFacts(
+        "tiny-llama", 12, ("k_proj", "q_proj", "up_proj"), q + k + (8 + 12) * (64 + 128), (UNMATCHED,)
+    )
+
+
+def test_ranks_and_scalings_are_those_peft_runs_with(saved_by_peft: Path) -> None:  # CFG-01, CFG-03
+    folder = saved_by_peft / "float32"
+    adapter = parse_config((folder / CONFIG_FILE).read_bytes())
+    used = json.loads((saved_by_peft / "used.json").read_text())
+    with (folder / TENSORS_FILE).open("rb") as file:
+        modules = module_shapes(read_header(file))
+    assert {name: [adapter.rank_of(name), adapter.scaling_of(name)] for name in modules} == used
 
 
 def test_facts_count_what_the_tensors_hold(tmp_path: Path) -> None:
