@@ -176,8 +176,8 @@ class Upload:
     def _stage(self) -> None:
         if self._ended:
             raise unavailable("the upload has ended")
-        if not self._staged:
-            self._staged = [Staged(file, self._blobs.stage()) for file in self._declared]
+        for file in self._declared[len(self._staged) :]:
+            self._staged.append(Staged(file, self._blobs.stage()))
 
 
 @contextlib.contextmanager
