@@ -37,7 +37,8 @@ class StagedFile:
         self._file.close()
 
     def discard(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # closing flushes, which a full disk refuses
+            self._file.close()
         self.path.unlink(missing_ok=True)
 
 
