@@ -1,0 +1,1 @@
+"""Operations made fast for CPUs. Same contracts as kernels.reference, which the tests hold them against."""

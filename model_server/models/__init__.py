@@ -1,0 +1,1 @@
+"""The models: one file per family, written in the operations of kernels.ops."""
