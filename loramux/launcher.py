@@ -22,7 +22,9 @@ from loramux.service_process import LaunchError, ServiceProcess
 
 ADAPTER_STORE = "adapter-store"
 GATEWAY = "gateway"
-# Longer than the services' own drain, so that SIGKILL comes only for one that hangs.
+# A stack on somebody's desk need not wait long for streams in flight. Their own settings, where given, come first.
+_LOCAL_SETTINGS = {"LORAMUX_GATEWAY_DRAIN_GRACE_S": "4", "LORAMUX_MODEL_SERVER_DRAIN_S": "4"}
+# Longer than these together, so that SIGKILL comes only for one that hangs.
 STOP_GRACE_S = 15.0
 _PACKAGES = Path(__file__).resolve().parents[1]
 
@@ -179,4 +181,5 @@ class Stack:
     def _environment(self, settings: Mapping[str, str]) -> dict[str, str]:
         inherited = self.config.inherited
         path = os.pathsep.join(filter(None, (str(_PACKAGES), inherited.get("PYTHONPATH"))))
-        return {**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **self.config.settings, **settings}
+        forced = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **self.config.settings, **settings}
+        return {**_LOCAL_SETTINGS, **inherited, **forced}
