@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -89,7 +89,7 @@ class Replicas:
             address: Replica(address, max_outstanding, lambda: self.on_change()) for address in addresses
         }
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Replica]:
         return iter(self._by_address.values())
 
     def __getitem__(self, address: str) -> Replica:

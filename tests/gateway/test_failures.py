@@ -216,8 +216,9 @@ async def test_an_expired_deadline_never_starts(start_world):  # RPC-11
     for timeout in (0.0, 1e-6):
         _, error = await ending(world.stub.Generate(ask(), timeout=timeout))
         assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await asyncio.sleep(0.05)
-    assert world.server.requests == []
+    # The shortest time gRPC can carry is 1 ms: it may arrive with some of it left, but never with none.
+    assert all(remaining > 0 for remaining in world.server.remaining_s)
+    await world.idle()
 
 
 async def test_a_deadline_in_the_queue_says_so_and_leaves_it(start_world):
