@@ -102,7 +102,9 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
             raise AdapterRefusedError(f"module {quote(module)} is not one this server adapts ({known})")
         layer = int(match[1])
         if layer >= config.num_layers:
-            raise AdapterRefusedError(f"module {module} is in layer {layer}, the base model has {config.num_layers} layers")
+            raise AdapterRefusedError(
+                f"module {module} is in layer {layer}, the base model has {config.num_layers} layers"
+            )
         sites[module] = (layer, *place[match[2]])
 
     ranks: dict[str, list[int]] = {group: [0] * len(slices) for group, (_, slices) in groups.items()}

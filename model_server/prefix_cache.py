@@ -61,4 +61,6 @@ class PrefixCache:
 
 
 def _root(adapter: AdapterRef | None) -> bytes:
-    return _BASE_ROOT if adapter is None else blake2b(adapter.revision.encode(), key=b"adapter", digest_size=16).digest()
+    return (
+        _BASE_ROOT if adapter is None else blake2b(adapter.revision.encode(), key=b"adapter", digest_size=16).digest()
+    )

@@ -24,22 +24,36 @@ class VirtualClock:
         return self.now_s
 
 
-def expected_token(prompt_and_output: Sequence[int], revision: str, vocab_size: int) -> int:
+def prefix_digests(tokens: Sequence[int], revision: str) -> list[int]:
+    """For each token, a digest of the revision and all tokens up to and with it."""
+    digests, digest = [], crc32(revision.encode())
+    for token in tokens:
+        digest = crc32(token.to_bytes(4), digest)
+        digests.append(digest)
+    return digests
+
+
+def expected_token(tokens: Sequence[int], revision: str, vocab_size: int) -> int:
     """What the simulated model answers after these tokens."""
-    text = revision + "|" + ",".join(map(str, prompt_and_output))
-    return crc32(text.encode()) % vocab_size
+    return prefix_digests(tokens, revision)[-1] % vocab_size
 
 
 class SimulatedRunner:
-    """Keeps a model of the pages' contents: (revision, the prefix up to and with this token) per slot."""
+    """Keeps a model of the pages' contents: per slot, the digest of the prefix that was computed into it."""
 
     def __init__(
-        self, info: RunnerInfo, clock: VirtualClock, *, base_s: float = 0.01, token_s: float = 0.0005, load_s: float = 0.002
+        self,
+        info: RunnerInfo,
+        clock: VirtualClock,
+        *,
+        base_s: float = 0.01,
+        token_s: float = 0.0005,
+        load_s: float = 0.002,
     ) -> None:
         self._info = info
         self._clock = clock
         self._base_s, self._token_s, self._load_s = base_s, token_s, load_s
-        self._slots: dict[int, tuple[str, int]] = {}
+        self._slots: dict[int, int] = {}
         self._adapters: dict[int, str] = {}
         self.num_steps = 0
         self.max_step_tokens = 0
@@ -64,14 +78,13 @@ class SimulatedRunner:
         request = chunk.request
         revision = _revision(request.adapter)
         assert self._adapters.get(request.adapter_index, "") == revision, "another adapter stands at this index"
-        for position in range(chunk.start, chunk.start + chunk.length):
-            self._slots[self._slot(chunk, position)] = (revision, _digest(request.tokens(0, position + 1)))
-        for position in range(chunk.start + chunk.length):
-            content = self._slots.get(self._slot(chunk, position))
-            assert content == (revision, _digest(request.tokens(0, position + 1))), "a page holds something else"
-        if not chunk.samples:
-            return None
-        return Sampled(expected_token(request.tokens(0, request.num_tokens), revision, self._info.vocab_size))
+        end = chunk.start + chunk.length
+        digests = prefix_digests(request.tokens(0, end), revision)
+        for position in range(chunk.start, end):
+            self._slots[self._slot(chunk, position)] = digests[position]
+        for position in range(end):
+            assert self._slots.get(self._slot(chunk, position)) == digests[position], "a page holds something else"
+        return Sampled(digests[-1] % self._info.vocab_size) if chunk.samples else None
 
     def _slot(self, chunk: Chunk, position: int) -> int:
         page_size = self._info.page_size
@@ -80,7 +93,3 @@ class SimulatedRunner:
 
 def _revision(adapter: AdapterRef | None) -> str:
     return "" if adapter is None else adapter.revision
-
-
-def _digest(tokens: Sequence[int]) -> int:
-    return hash(tuple(tokens))

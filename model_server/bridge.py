@@ -1,0 +1,225 @@
+"""asyncio on one side, the engine process on the other: starts it, sends it messages, hands each request its own events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import multiprocessing
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from model_server import messages
+from model_server.config import Config
+from model_server.request import AdapterRef, Sampling
+from model_server.runner import RunnerInfo
+from protos import errors
+
+Event = messages.Started | messages.Tokens | messages.Ended
+
+
+class EngineStream:
+    """One request's events, ending with Ended. `cancel` it in a `finally`: the engine then lets go of it within a step."""
+
+    def __init__(self, cancel: Callable[[], None], on_end: Callable[[messages.Ended], None]) -> None:
+        self._cancel = cancel
+        self._on_end = on_end
+        self._events: deque[Event | None] = deque()
+        self._arrived = asyncio.Event()
+        self._over = False
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Raises UNAVAILABLE when the engine process dies."""
+        while True:
+            while not self._events:
+                self._arrived.clear()
+                await self._arrived.wait()
+            event = self._events.popleft()
+            if event is None:
+                raise errors.unavailable("the engine process died")
+            yield event
+            if isinstance(event, messages.Ended):
+                return
+
+    def take_tokens(self, first: messages.Tokens) -> messages.Tokens:
+        """`first` joined with the tokens that are waiting behind it: a slow reader gets fewer, longer deltas."""
+        sampled = list(first.sampled)
+        while self._events and isinstance(event := self._events[0], messages.Tokens):
+            sampled += event.sampled
+            self._events.popleft()
+        return messages.Tokens(first.key, first.index, sampled)
+
+    def put(self, event: Event | None) -> None:
+        """The bridge's side: the next event; None when there will be none."""
+        if isinstance(event, messages.Ended):
+            self._over = True
+            self._on_end(event)
+        elif event is None:
+            self._over = True
+        self._events.append(event)
+        self._arrived.set()
+
+    def cancel(self) -> None:
+        """Ask the engine to drop the request, once; nothing where it is over. Ended still follows."""
+        if not self._over:
+            self._over = True
+            self._cancel()
+
+
+def _run_engine(config: Config, pipe: Connection) -> None:
+    # Imported in the child: torch has no place in the serving process.
+    from model_server import engine_process
+
+    engine_process.main(config, pipe)
+
+
+class Bridge:
+    """Owner of the engine process. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        on_adapter_wanted: Callable[[AdapterRef], None],
+        on_adapter_done: Callable[[AdapterRef], None],
+    ) -> None:
+        self._config = config
+        self._on_adapter_wanted = on_adapter_wanted
+        self._on_adapter_done = on_adapter_done
+        self._keys = itertools.count(1)
+        self._streams: dict[int, EngineStream] = {}
+        self._pipe, self._child_pipe = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_run_engine, args=(config, self._child_pipe), name="engine", daemon=True
+        )
+        self._ready: asyncio.Future[RunnerInfo] = asyncio.get_running_loop().create_future()
+        self.died = asyncio.Event()
+        # Set while no request is in the engine.
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.status = messages.Status(0, 0, 0, 0, 0, (), 0)
+        self._status_changed = asyncio.Condition()
+        self._notifications: set[asyncio.Task[None]] = set()
+        self._progress: Callable[[int, int], None] = lambda done, total: None
+
+    async def start(self, progress: Callable[[int, int], None]) -> RunnerInfo:
+        """Start the process and wait until the model is loaded. `progress(done, total)` counts weight tensors.
+
+        Raises RuntimeError when the process ends before it is ready; its own message is on stderr.
+        """
+        self._progress = progress
+        self._process.start()
+        self._child_pipe.close()
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
+        return await self._ready
+
+    def submit(
+        self,
+        *,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        adapter: AdapterRef | None,
+        priority: int,
+        tenant: str,
+        arrived_s: float,
+        deadline_s: float | None,
+        on_end: Callable[[messages.Ended], None],
+    ) -> EngineStream:
+        """Hand a validated request to the engine. Raises UNAVAILABLE when it has died, RESOURCE_EXHAUSTED when it is full.
+
+        `on_end` is called with the engine's last word on the request, also when nobody reads the stream any more.
+        """
+        if self.died.is_set():
+            raise errors.unavailable("the engine process died")
+        if len(self._streams) >= self._config.max_requests:
+            raise errors.resource_exhausted(
+                "max_requests",
+                f"this model server holds {self._config.max_requests} requests already",
+                retry_after_s=1.0,
+            )
+        key = next(self._keys)
+        self.idle.clear()
+        stream = self._streams[key] = EngineStream(lambda: self._send(messages.Cancel(key)), on_end)
+        self._send(
+            messages.Submit(key, request_id, prompt_ids, sampling, adapter, priority, tenant, arrived_s, deadline_s)
+        )
+        return stream
+
+    def adapter_fetched(self, ref: AdapterRef, path: str) -> None:
+        self._send(messages.AdapterFetched(ref, path))
+
+    def adapter_failed(self, ref: AdapterRef, failure: messages.Failure) -> None:
+        self._send(messages.AdapterFetchFailed(ref, failure))
+
+    async def next_status(self, seen: messages.Status | None) -> messages.Status:
+        """The engine's status once it is another than `seen`."""
+        async with self._status_changed:
+            await self._status_changed.wait_for(lambda: self.status is not seen)
+            return self.status
+
+    async def stop(self) -> None:
+        """End the process; open streams end with UNAVAILABLE."""
+        self._send(messages.Stop())
+        await asyncio.to_thread(self._process.join, 10)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        self._closed()
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._pipe.send(message)
+        except OSError:
+            self._closed()
+
+    def _readable(self) -> None:
+        try:
+            events = self._pipe.recv()
+        except (EOFError, OSError):
+            self._closed()
+            return
+        for event in events:
+            self._dispatch(event)
+
+    def _dispatch(self, event: Any) -> None:
+        match event:
+            case messages.Tokens() | messages.Started():
+                self._streams[event.key].put(event)
+            case messages.Ended():
+                self._streams.pop(event.key).put(event)
+                if not self._streams:
+                    self.idle.set()
+            case messages.Status():
+                self.status = event
+                self._notify()
+            case messages.AdapterWanted(ref):
+                self._on_adapter_wanted(ref)
+            case messages.AdapterDone(ref):
+                self._on_adapter_done(ref)
+            case messages.Loading(done, total):
+                self._progress(done, total)
+            case messages.Ready(info):
+                self._ready.set_result(info)
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._status_changed:
+                self._status_changed.notify_all()
+
+        task = asyncio.get_running_loop().create_task(notify())
+        self._notifications.add(task)
+        task.add_done_callback(self._notifications.discard)
+
+    def _closed(self) -> None:
+        if self.died.is_set():
+            return
+        self.died.set()
+        asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._pipe.close()
+        if not self._ready.done():
+            self._ready.set_exception(RuntimeError("the engine process ended while loading the model"))
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(None)
+        self.idle.set()

@@ -1,0 +1,122 @@
+"""From the wire to the engine's terms: prompt to token ids, sampling parameters with every default filled in.
+
+What needs no model is checked in protos/validation.py, by the gateway and here alike; here is what needs tokenizer, vocabulary
+and context length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from model_server.request import AdapterRef, Sampling
+from model_server.runner import RunnerInfo
+from model_server.tokenizer import Tokenizer
+from protos import adapter_format, common_pb2, errors, model_server_pb2, validation
+
+_T = TypeVar("_T")
+_PRIORITIES = {
+    common_pb2.PRIORITY_UNSPECIFIED: 1,
+    common_pb2.PRIORITY_LOW: 0,
+    common_pb2.PRIORITY_NORMAL: 1,
+    common_pb2.PRIORITY_HIGH: 2,
+}
+# Below this a prompt is tokenised at once; above, on a thread, so that it holds up no other stream.
+_INLINE_CHARACTERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    prompt_ids: list[int]
+    sampling: Sampling
+    stop: tuple[str, ...]
+    adapter: AdapterRef | None
+    priority: int
+
+
+class Intake:
+    def __init__(self, tokenizer: Tokenizer, info: RunnerInfo, default_max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._info = info
+        self._default_max_tokens = default_max_tokens
+
+    async def parse(self, request: model_server_pb2.ServerGenerateRequest) -> Parsed:
+        """Raises INVALID_ARGUMENT naming the first field that is wrong."""
+        validation.check_prompt(request.prompt)
+        validation.check_sampling(request.sampling)
+        if request.priority not in _PRIORITIES:
+            raise errors.invalid_argument("priority", f"{request.priority} is not a priority")
+        adapter = None
+        if request.HasField("adapter"):
+            adapter = AdapterRef(
+                adapter_format.check_adapter_id(request.adapter.adapter_id, "adapter.adapter_id"),
+                adapter_format.check_revision(request.adapter.revision, "adapter.revision"),
+            )
+        prompt_ids = await self._tokenize(request.prompt)
+        sampling = self._sampling(request.sampling, len(prompt_ids))
+        return Parsed(prompt_ids, sampling, tuple(request.sampling.stop), adapter, _PRIORITIES[request.priority])
+
+    async def _tokenize(self, prompt: common_pb2.Prompt) -> list[int]:
+        field = f"prompt.{prompt.WhichOneof('kind')}"
+        if prompt.HasField("token_ids"):
+            ids = list(prompt.token_ids.ids)
+            for index, token_id in enumerate(ids):
+                if token_id >= self._info.vocab_size:
+                    raise errors.invalid_argument(
+                        f"prompt.token_ids.ids[{index}]",
+                        f"{token_id} is outside the vocabulary of {self._info.vocab_size} tokens",
+                    )
+        elif prompt.HasField("chat"):
+            messages = [{"role": m.role, "content": m.content} for m in prompt.chat.messages]
+            size = sum(len(message["content"]) for message in messages)
+            ids = await _sized(size, self._tokenizer.encode_chat, messages)
+        else:
+            ids = await _sized(len(prompt.text), self._tokenizer.encode, prompt.text)
+        if not ids:
+            raise errors.invalid_argument(field, "gives no tokens")
+        if len(ids) >= self._info.context_length:
+            raise errors.invalid_argument(
+                field,
+                f"{len(ids)} tokens leave no room for output in the context length of {self._info.context_length} tokens",
+            )
+        return ids
+
+    def _sampling(self, params: common_pb2.SamplingParams, num_prompt: int) -> Sampling:
+        room = self._info.context_length - num_prompt
+        max_tokens = params.max_tokens if params.HasField("max_tokens") else min(room, self._default_max_tokens)
+        if max_tokens > room:
+            raise errors.invalid_argument(
+                "sampling.max_tokens",
+                f"{max_tokens} with a prompt of {num_prompt} tokens exceeds the context length of "
+                f"{self._info.context_length} tokens",
+            )
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for token_id in ids:
+                if token_id >= self._info.vocab_size:
+                    raise errors.invalid_argument(
+                        f"sampling.{name}", f"{token_id} is outside the vocabulary of {self._info.vocab_size} tokens"
+                    )
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p if params.HasField("top_p") else 1.0,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            # The engine's generator takes 63 bits.
+            seed=(params.seed if params.HasField("seed") else secrets.randbits(63)) & (2**63 - 1),
+            repetition_penalty=params.repetition_penalty if params.HasField("repetition_penalty") else 1.0,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple(params.logit_bias.items()),
+            stop_token_ids=frozenset(params.stop_token_ids),
+            min_tokens=params.min_tokens,
+            ignore_eos=params.ignore_eos,
+            logprobs=params.logprobs if params.HasField("logprobs") else None,
+        )
+
+
+async def _sized(num_characters: int, function: Callable[[_T], list[int]], argument: _T) -> list[int]:
+    return function(argument) if num_characters <= _INLINE_CHARACTERS else await asyncio.to_thread(function, argument)
