@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
+from rich.status import Status
 from rich.text import Text
 
 from demo.prompts import ADAPTER_PROMPTS, BASE_PROMPTS, HeldOut, shows
@@ -24,7 +24,7 @@ from loramux import AsyncClient, ServiceError
 from loramux.aio import AsyncStream
 from loramux.config import StackConfig
 from loramux.launcher import Stack
-from loramux.service_process import LaunchError
+from loramux.service_process import LaunchError, living_members
 from loramux.terminal import short
 
 ADAPTERS = Path(__file__).parent / "adapters"
@@ -132,14 +132,10 @@ def publish(stack: Stack, directories: Iterable[Path], console: Console) -> None
             console.print(f"published {directory.name}@{short(revision.ref.revision)} ({what})", markup=False)
 
 
-def left_behind(groups: Iterable[int]) -> list[int]:
-    """The process groups of `groups` that still have a member."""
-    left = []
-    for group in groups:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, 0)
-            left.append(group)
-    return left
+def show_state(console: Console, status: Status, name: str, state: str) -> None:
+    status.update(f"{name}: {state}")
+    if state == "ready":
+        console.print(f"{name} ready")
 
 
 def main() -> int:
@@ -149,10 +145,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="loramux-demo-") as data_dir:
         stack = Stack(
             StackConfig(data_dir=Path(data_dir)),
-            on_state=lambda name, state: console.print(f"{name} {state}") if state == "ready" else None,
+            on_state=lambda name, state: show_state(console, status, name, state),
         )
+        status = console.status("starting adapter store, model server and gateway")
         try:
-            with console.status("starting adapter store, model server and gateway"):
+            with status:
                 stack.start()
             publish(stack, directories, console)
             asyncio.run(stream_all(stack.gateway, answers, console))
@@ -166,7 +163,7 @@ def main() -> int:
         if not console.is_terminal:
             console.print(answer.block(), markup=False, soft_wrap=True)
     faults = [f"{answer.heading}: {fault}" for answer in answers for fault in answer.faults]
-    faults += [f"process group {group} is left" for group in left_behind(p.pid for p in stack.processes.values())]
+    faults += [f"{name} left a process" for name, process in stack.processes.items() if living_members(process.pid)]
     for fault in faults:
         console.print(f"error: {fault}", style="red", markup=False, soft_wrap=True)
     if not faults:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from rich.status import Status
 
 from loramux import adapter_commands, config
 from loramux.client import Client
 from loramux.config import StackConfig
-from loramux.launcher import GATEWAY, Stack
+from loramux.launcher import Stack
 from loramux.requests import Priority, Prompt
 from loramux.service_process import LaunchError
 from loramux.terminal import err, fail, out, reported, short, show_rows, summary
@@ -66,13 +67,14 @@ def up(
             start_timeout_s=start_timeout,
         ),
         on_line=(lambda name, line: err.print(f"{name} | {line}", markup=False, soft_wrap=True)) if logs else None,
-        on_state=lambda name, state: _show_state(stack, name, state),
+        on_state=lambda name, state: _show_state(stack, status, name, state),
     )
+    status = err.status(f"loading {model}")
     # However it is asked to stop, it stops the way Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        with err.status(f"loading {model}"):
+        with status:
             stack.start()
         err.print(f"ready at [bold]{stack.gateway}[/], logs in {data_dir / 'logs'}; Ctrl-C stops all", soft_wrap=True)
         fail(stack.wait())
@@ -178,7 +180,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _show_state(stack: Stack, name: str, state: str) -> None:
+def _show_state(stack: Stack, status: Status, name: str, state: str) -> None:
+    status.update(f"{name}: {state}")
     if state == "ready":
-        place = stack.addresses[name] if name != GATEWAY else f"{stack.gateway} ← clients connect here"
-        err.print(f"{name} ready at {place}", soft_wrap=True)
+        err.print(f"{name} ready at {stack.addresses[name]}", soft_wrap=True)

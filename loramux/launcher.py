@@ -18,7 +18,7 @@ from typing import Self
 
 from loramux.client import Client
 from loramux.config import StackConfig
-from loramux.service_process import LaunchError, ServiceProcess
+from loramux.service_process import LaunchError, ServiceProcess, log_entry
 
 ADAPTER_STORE = "adapter-store"
 GATEWAY = "gateway"
@@ -39,8 +39,8 @@ class Stack:
         on_line: Callable[[str, str], None] | None = None,
         on_state: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`on_line(service, line)` gets all their output, from other threads; `on_state(service, state)` gets
-        "starting", "loading" and "ready". Logs also go to <data_dir>/logs/<service>.log."""
+        """`on_line(service, line)` gets all their output; `on_state(service, state)` gets "starting", how far a model
+        has loaded, and "ready". Both are called from other threads too. Logs go to <data_dir>/logs/<service>.log."""
         self.config = config
         self.processes: dict[str, ServiceProcess] = {}
         self.addresses: dict[str, str] = {}
@@ -82,7 +82,6 @@ class Stack:
                     self._spawn(name, self._first_port(name))
                 for name in tier:
                     self.addresses[name] = self.processes[name].wait_address(deadline - time.monotonic())
-                    self._on_state(name, "loading")
             for name in (ADAPTER_STORE, *self.model_server_names, GATEWAY):
                 self._wait_serving(name, deadline)
         except BaseException:
@@ -138,11 +137,18 @@ class Stack:
             # Not where the caller is: a folder there with the name of one of our packages would be imported instead.
             self.config.data_dir,
             log_path=(self.config.data_dir / "logs" / f"{name}.log").absolute(),
-            on_line=self._on_line,
+            on_line=self._observe,
             on_exit=self._exits.put,
         )
         self.processes[name] = process
         self._spawner.submit(process.start).result()
+
+    def _observe(self, name: str, line: str) -> None:
+        logged = log_entry(line)
+        if logged.get("event") == "loading_model":
+            self._on_state(name, f"{logged.get('tensors')} of {logged.get('of')} tensors loaded")
+        if self._on_line is not None:
+            self._on_line(name, line)
 
     def _wait_serving(self, name: str, deadline: float) -> None:
         self.processes[name].wait_serving(deadline - time.monotonic())

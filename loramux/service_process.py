@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -22,6 +23,8 @@ _TAIL_LINES = 30
 _SHIM = Path(__file__).with_name("die_with_parent.py")
 # How long a wait for readiness goes on before it looks whether the process still lives.
 _SLICE_S = 1.0
+# How long the members of a killed group may take to disappear.
+_REAP_S = 5.0
 
 
 class LaunchError(Exception):
@@ -135,6 +138,10 @@ class ServiceProcess:
         self._kill_group()
         for thread in self._threads:
             thread.join()
+        # The kernel takes its time over a process that held gigabytes.
+        deadline = time.monotonic() + _REAP_S
+        while living_members(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def tail(self) -> str:
         """The last lines it wrote."""
@@ -192,11 +199,29 @@ class ServiceProcess:
                     self._on_line(self.name, line)
 
     def _look_for_address(self, line: str) -> None:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            return
-        if isinstance(entry, dict) and entry.get("event") == "serving":
+        logged = log_entry(line)
+        if logged.get("event") == "serving":
             with self._changed:
-                self._address = str(entry["address"])
+                self._address = str(logged["address"])
                 self._changed.notify_all()
+
+
+def log_entry(line: str) -> dict[str, Any]:
+    """What a service logged in `line`; empty for what is not one of its JSON lines."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def living_members(group: int) -> list[int]:
+    """The processes of a group that have not ended; one that is only waiting to be collected has."""
+    living = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # "pid (name) state parent group …", where the name may hold anything.
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                living.append(int(stat.parent.name))
+    return living

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from loramux.service_process import LaunchError, ServiceProcess
+from loramux.service_process import LaunchError, ServiceProcess, living_members
 
 ROOT = Path(__file__).parents[2]
 MINI = [sys.executable, "-m", "tests.loramux.mini_service"]
@@ -49,14 +49,6 @@ def gone(pid: int) -> bool:
     return state == "Z"
 
 
-def group_is_gone(process: ServiceProcess) -> bool:
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
 def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
@@ -74,7 +66,7 @@ def test_serves_then_stops_with_all_it_started(make: Make, tmp_path: Path) -> No
     assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
     process.stop(5)
     assert process.returncode == 0
-    assert wait_until(lambda: group_is_gone(process))
+    assert not living_members(process.pid)
     assert "not JSON" in (tmp_path / "mini.log").read_text()
 
 
@@ -85,7 +77,7 @@ def test_one_that_ignores_sigterm_is_killed(make: Make) -> None:
     process.stop(0.3)
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - started < 3
-    assert wait_until(lambda: group_is_gone(process))
+    assert not living_members(process.pid)
 
 
 def test_one_that_never_serves_is_reported_with_its_words(make: Make) -> None:
@@ -112,7 +104,7 @@ def test_a_crash_is_told_and_takes_the_children_along(make: Make, exits: queue.S
     ended = exits.get(timeout=5)
     assert ended is process and process.expected_to_run
     assert str(process.ended()).startswith("mini was killed by SIGKILL")
-    assert wait_until(lambda: group_is_gone(process))
+    assert wait_until(lambda: not living_members(process.pid))
 
 
 def test_kill_is_not_taken_for_a_crash(make: Make, exits: queue.SimpleQueue[ServiceProcess]) -> None:
