@@ -3,8 +3,8 @@
 Letters in shape comments: T tokens of a step, R requests of a step, P pages of the pool, H query heads, G key/value
 heads, D head size, K input features, N output features, S slices that share one input, V vocabulary.
 
-All index tensors are int32. -1 is the only sentinel: the base model (`token_adapter`), no write (`slot_mapping`), no page
-(`page_table`, past a request's last page).
+All index tensors are int32. -1 is the only sentinel: the base model (`token_adapter`), no write (`slot_mapping`), no
+page (`page_table`, past a request's last page).
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ BLOCK_RANK = 16
 PART_MIN = 512  # features per part of K, at least
 MAX_PARTS = 16
 MAX_SLICES = 3
+EXPAND_STAGES = 3
 PROGRAMS_WANTED = 256  # about two per multiprocessor: below that, parts of K go to programs of their own
 
 
@@ -317,8 +318,7 @@ def lora(y: Tensor, x: Tensor, layer: LoraLayer, plan: LoraPlan) -> None:
     )
     ends = [*layer.slice_offsets[1:], *[layer.slice_offsets[-1]] * (MAX_SLICES - num_slices)]
     num_tiles = sum(
-        triton.cdiv(hi - lo, tile.block_n)
-        for lo, hi in zip(layer.slice_offsets, layer.slice_offsets[1:], strict=False)
+        triton.cdiv(hi - lo, tile.block_n) for lo, hi in zip(layer.slice_offsets, layer.slice_offsets[1:], strict=False)
     )
     _expand_kernel[(plan.num_chunks, num_tiles)](
         y,
@@ -339,7 +339,7 @@ def lora(y: Tensor, x: Tensor, layer: LoraLayer, plan: LoraPlan) -> None:
         BLOCK_N=tile.block_n,
         BLOCK_RANK=BLOCK_RANK,
         num_warps=tile.num_warps,
-        num_stages=pipeline_stages(3, x.dtype),
+        num_stages=pipeline_stages(EXPAND_STAGES, x.dtype),
     )
 
 
@@ -351,44 +351,48 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
     }
     torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     cases = []
-    for in_features, slices in set(shape.lora_groups.values()):
-        num_parts, _ = _parts(in_features)
-        for chunk_rows in (1, 16, 32, 64, 128):
-            tile = _tile(chunk_rows)
-            matvec = chunk_rows == 1
-            free = ("num_slices", "parts_per_program", *(("stride_table_row",)))
-            for max_rank in (16, 32, 64):
-                cases.append(
-                    CompileCase(
-                        f"shrink rows {chunk_rows} rank {max_rank}",
-                        _shrink_kernel,
-                        {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "h_ptr": "*fp32", **index_types},
-                        {"MATVEC": matvec, "BLOCK_M": tile.rows, "BLOCK_R": _rank_tile(max_rank), "BLOCK_K": BLOCK_K},
-                        tile.num_warps,
-                        pipeline_stages(tile.shrink_stages, torch_dtype),
-                        tensor_core=True,
-                        wide_loads=True,
-                        unaligned=free,
-                    )
-                )
-            for parts in {1, num_parts if chunk_rows <= 32 else 1}:
-                cases.append(
-                    CompileCase(
-                        f"expand rows {chunk_rows} parts {parts}",
-                        _expand_kernel,
-                        {"y_ptr": f"*{dtype}", "h_ptr": "*fp32", "b_ptr": f"*{dtype}", **index_types},
-                        {
-                            "MATVEC": matvec,
-                            "NUM_PARTS": parts,
-                            "BLOCK_M": tile.rows,
-                            "BLOCK_N": tile.block_n,
-                            "BLOCK_RANK": BLOCK_RANK,
-                        },
-                        tile.num_warps,
-                        pipeline_stages(3, torch_dtype),
-                        tensor_core=True,
-                        wide_loads=True,
-                        unaligned=free,
-                    )
-                )
+    free = ("num_slices", "parts_per_program", "stride_table_row")
+    for chunk_rows, max_rank in ((1, 16), (1, 64), (16, 16), (32, 32), (64, 64), (128, 64)):
+        tile = _tile(chunk_rows)
+        cases.append(
+            CompileCase(
+                f"shrink rows={chunk_rows} rank={max_rank}",
+                _shrink_kernel,
+                {"x_ptr": f"*{dtype}", "a_ptr": f"*{dtype}", "h_ptr": "*fp32", **index_types},
+                {
+                    "MATVEC": chunk_rows == 1,
+                    "BLOCK_M": tile.rows,
+                    "BLOCK_R": _rank_tile(max_rank),
+                    "BLOCK_K": BLOCK_K,
+                },
+                tile.num_warps,
+                pipeline_stages(tile.shrink_stages, torch_dtype),
+                tensor_core=True,
+                wide_loads=True,
+                unaligned=free,
+            )
+        )
+    num_parts = {_parts(in_features)[0] for in_features, _ in shape.lora_groups.values()}
+    forms = {(rows, 1) for rows in (1, 16, 32, 64, 128)} | {(rows, parts) for rows in (1, 32) for parts in num_parts}
+    for chunk_rows, parts in sorted(forms):
+        tile = _tile(chunk_rows)
+        cases.append(
+            CompileCase(
+                f"expand rows={chunk_rows} parts={parts}",
+                _expand_kernel,
+                {"y_ptr": f"*{dtype}", "h_ptr": "*fp32", "b_ptr": f"*{dtype}", **index_types},
+                {
+                    "MATVEC": chunk_rows == 1,
+                    "NUM_PARTS": parts,
+                    "BLOCK_M": tile.rows,
+                    "BLOCK_N": tile.block_n,
+                    "BLOCK_RANK": BLOCK_RANK,
+                },
+                tile.num_warps,
+                pipeline_stages(EXPAND_STAGES, torch_dtype),
+                tensor_core=True,
+                wide_loads=True,
+                unaligned=free,
+            )
+        )
     return cases

@@ -1,7 +1,7 @@
 """Seeded inputs over the distributions that matter, for tests and benchmarks.
 
-A kernel that is right for one shape is not yet right for a batch of all adapters, of one adapter, of none. Memory that no
-kernel may read (rank rows of nobody, rows past a slice's rank, stale page entries) is filled with NaN or with -1.
+A kernel that is right for one shape is not yet right for a batch of all adapters, of one adapter, of none. Memory that
+no kernel may read (rank rows of nobody, rows past a slice's rank, entries past a request's pages) holds NaN or -1.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ def make_batch(
     padding_rows: int = 0,
     num_pages: int | None = None,
 ) -> Batch:
-    """A step of requests with `query_lens[r]` new tokens that end a context of `context_lens[r]`, on shuffled pages of a
-    pool of `num_pages` (default: just enough). `padding_rows` rows of no request follow, as in a padded CUDA graph."""
+    """A step of requests with `query_lens[r]` new tokens that end a context of `context_lens[r]`, on shuffled pages.
+
+    The pool has `num_pages` (default: just enough). `padding_rows` rows of no request follow, as in a padded CUDA graph.
+    """
     pages = [math.ceil(n / PAGE_SIZE) for n in context_lens]
     pool = torch.randperm(num_pages or max(1, sum(pages)), generator=generator).tolist()
     positions: list[int] = []

@@ -32,7 +32,7 @@ class Run:
     """A cell made ready on the device with fresh random inputs."""
 
     launch: Callable[[], object]  # what is timed
-    error: Callable[[], float]  # launches once more and returns the worst error as a share of the tolerance: <= 1 is right
+    error: Callable[[], float]  # launches on copies; the worst error as a share of the tolerance, <= 1 is right
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Cell:
 
 
 def this_device() -> Device | None:
-    """The GPU at hand, None without one. Peaks of an unknown GPU are infinite: its shares read 0 %, its times are right."""
+    """The GPU at hand, None without one. An unknown GPU's peaks are infinite: shares read 0 %, times are right."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()

@@ -4,12 +4,16 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from triton.runtime import interpreter
+
+from kernels.reference import segments as reference
+from kernels.segments import Segments, build_segments
 
 torch.set_num_threads(1)
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
@@ -42,3 +46,31 @@ def device() -> torch.device:
 def generator(request: pytest.FixtureRequest) -> torch.Generator:
     """Seeded by the test's own name: every case has its inputs, each run the same ones."""
     return torch.Generator().manual_seed(sum(request.node.name.encode()))
+
+
+@pytest.fixture(scope="session")
+def check_segments(device: torch.device) -> Callable[[list[int], int], None]:
+    return lambda token_adapter, chunk_rows: compare_segments(token_adapter, chunk_rows, device)
+
+
+def compare_segments(token_adapter: list[int], chunk_rows: int, device: torch.device) -> None:
+    """Build into buffers larger than needed, full of rubbish, and compare every entry that is promised."""
+    count = len(token_adapter)
+    out = Segments.allocate(count + 3, device)
+    for buffer in (out.order, out.seg_indptr, out.seg_adapter, out.chunk_adapter, out.chunk_start, out.chunk_len):
+        buffer.fill_(-7777)
+    addresses = [out.order.data_ptr(), out.chunk_adapter.data_ptr()]
+    build_segments(torch.tensor(token_adapter, dtype=torch.int32, device=device), chunk_rows, out)
+    want = reference.segments(token_adapter, chunk_rows)
+
+    def padded(values: list[int], padding: int, length: int = count) -> list[int]:
+        return values + [padding] * (length - len(values))
+
+    assert out.order[:count].tolist() == want.order
+    assert out.seg_indptr[: count + 1].tolist() == padded(want.seg_indptr, want.seg_indptr[-1], count + 1)
+    assert out.seg_adapter[:count].tolist() == padded(want.seg_adapter, -1)
+    assert out.chunk_adapter[:count].tolist() == padded([adapter for adapter, _, _ in want.chunks], -1)
+    assert out.chunk_start[:count].tolist() == padded([start for _, start, _ in want.chunks], 0)
+    assert out.chunk_len[:count].tolist() == padded([length for _, _, length in want.chunks], 0)
+    assert set(out.order[count:].tolist()) == {-7777}  # nothing past the step's rows is written
+    assert addresses == [out.order.data_ptr(), out.chunk_adapter.data_ptr()]
