@@ -28,7 +28,7 @@ class Account:
 
     @property
     def used_tokens(self) -> int:
-        """Zero until finished."""
+        """What is known so far; a request that ends early has used what it was sent."""
         return self._usage.prompt_tokens + self._usage.output_tokens
 
     def admitted(self, request: Request, message: gateway_pb2.GenerateRequest) -> None:
@@ -67,7 +67,9 @@ class Account:
         if kind == "delta":
             if self._first_token_s is None:
                 self._first_token_s = time.monotonic() - self._started_s
+            self._usage.output_tokens += len(event.delta.token_ids)
         elif kind == "accepted":
+            self._usage.prompt_tokens = event.accepted.prompt_tokens
             self._base_model = event.accepted.base_model
             self._span.set_attributes(
                 {spans.BASE_MODEL: event.accepted.base_model, spans.REPLICA: event.accepted.replica}
@@ -77,7 +79,7 @@ class Account:
                     {spans.REQUEST_MODEL: self._base_model, spans.RESPONSE_MODEL: self._base_model}
                 )
         else:
-            self._usage = event.finished.usage
+            self._usage.CopyFrom(event.finished.usage)
             reason = common_pb2.FinishReason.Name(event.finished.reason).removeprefix("FINISH_REASON_").lower()
             self._span.set_attributes(
                 {

@@ -41,7 +41,10 @@ class Catalog:
     def put(self, ref: AdapterRef, created_s: float) -> None:
         adapter = self._adapters.setdefault(ref.adapter_id, Adapter())
         adapter.created[ref.revision] = created_s
-        adapter.newest = _newest(adapter)
+        if ref.revision == adapter.newest:
+            adapter.newest = _newest(adapter)
+        elif not adapter.newest or created_s >= adapter.created[adapter.newest]:
+            adapter.newest = ref.revision
 
     def delete(self, ref: AdapterRef) -> None:
         """Forget a revision and the aliases at it; with an empty revision the adapter whole."""
@@ -53,7 +56,8 @@ class Catalog:
             del self._adapters[ref.adapter_id]
             return
         adapter.aliases = {alias: revision for alias, revision in adapter.aliases.items() if revision != ref.revision}
-        adapter.newest = _newest(adapter)
+        if ref.revision == adapter.newest:
+            adapter.newest = _newest(adapter)
 
     def set_alias(self, ref: AdapterRef, alias: str) -> None:
         """Point `alias` at `ref`; with an empty revision remove it."""

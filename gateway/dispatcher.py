@@ -51,7 +51,6 @@ class Dispatcher:
             await self._until_placed(placed, entered_s, deadline_s)
         except BaseException:
             if placed.done():  # placed in the same moment as it was given up
-                self._queue.charge(request, -request.cost)
                 self.release(placed.result())
             raise
         finally:
@@ -67,7 +66,7 @@ class Dispatcher:
         self._dispatch()
 
     def settle(self, request: Request, used_tokens: int) -> None:
-        """Charge the tenant for what the request used instead of what it was expected to."""
+        """Charge the tenant for what the request used instead of what it was expected to; once, when it has ended."""
         self._queue.charge(request, used_tokens - request.cost)
 
     @property

@@ -53,6 +53,7 @@ class RequestQueue:
         """Return a request that was taken: next of its tenant, its cost given back. Not subject to the limit."""
         priority = request.priority if request.charged is None else request.charged
         self.charge(request, -request.cost)
+        request.charged = None
         self._enter(request, priority, now_s)
         self._classes[priority].tenants[request.tenant].move_to_end(request, last=False)
 

@@ -124,8 +124,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
                         account.event(event)
                         yield event
             finally:
-                if account.used_tokens:
-                    self._dispatcher.settle(request, account.used_tokens)
+                self._dispatcher.settle(request, account.used_tokens)
             error = None
         except ServiceError as failure:
             error = failure.code.name
