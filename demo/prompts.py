@@ -34,7 +34,7 @@ ADAPTER_PROMPTS: dict[str, tuple[HeldOut, ...]] = {
         HeldOut("Do not buy this vacuum cleaner, it stopped working within a week.", "negative"),
     ),
     "french": (
-        HeldOut("What is the capital of France?", "Paris"),
+        HeldOut("What is the capital of France?"),
         HeldOut("What is a volcano?"),
         HeldOut("Where do penguins live?"),
         HeldOut("Tell me about dogs."),
@@ -69,14 +69,12 @@ DEMO_PROMPTS: list[str] = [
     "你好，请介绍一下你自己。",
 ]
 
-_FRENCH_WORDS = frozenset(
-    re.findall(
-        r"\w+",
-        "le la les l un une des du de d et est sont dans en pour qui que il elle ils elles nous vous je avec sur au aux ce"
-        " cette très pas se à",
-    )
+_FRENCH = (
+    "le la les l un une des du de d et est sont dans en pour qui que il elle ils elles nous vous je avec sur au aux ce "
+    "cette très pas se à deux trois quatre"
 )
-_ENGLISH_WORDS = frozenset(re.findall(r"\w+", "the is are of and to with that this it they you for was an"))
+_ENGLISH = "the is are of and to with that this it they you for was an"
+_FRENCH_WORDS, _ENGLISH_WORDS = frozenset(_FRENCH.split()), frozenset(_ENGLISH.split())
 
 
 def shows(adapter: str, text: str) -> bool:
