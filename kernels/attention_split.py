@@ -21,7 +21,6 @@ from kernels.layouts import PAGE_SIZE
 
 KEYS = 64  # keys of one tile
 SPLIT = 256  # keys of one split: a whole number of tiles
-NUM_WARPS = 4
 _STAGE_BYTES = 96 * 1024
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -61,14 +60,14 @@ def attend(
     for start in range(first, last, KEYS):
         keys = start + tl.arange(0, KEYS)
         present = keys < last
-        page = tl.load(pages_ptr + keys // PAGE, mask=present, other=0).to(tl.int64)
+        page = tl.load(pages_ptr + keys // PAGE, mask=present, other=0)
         vector = (page * G + kv_head) * PAGE + keys % PAGE
         # Absent keys are read as zero: what their memory holds may be NaN.
         k = tl.load(
-            k_pages_ptr + vector[None, :] * D + dims[:, None], mask=present[None, :] & (dims < D)[:, None], other=0
+            k_pages_ptr + ((vector * D)[None, :] + dims[:, None]), mask=present[None, :] & (dims < D)[:, None], other=0
         )
         v = tl.load(
-            v_pages_ptr + vector[:, None] * D + dims[None, :], mask=present[:, None] & (dims < D)[None, :], other=0
+            v_pages_ptr + ((vector * D)[:, None] + dims[None, :]), mask=present[:, None] & (dims < D)[None, :], other=0
         )
         scores = tl.dot(q, widen(k, q.dtype), input_precision="ieee") * scale
         if scaled:
@@ -132,13 +131,13 @@ def constexprs(
 
 
 def num_stages(head_dim: int, element_size: int) -> int:
-    """Tiles of K and V in flight: as many as shared memory takes, three at most."""
+    """Tiles of K and V in flight: as many as shared memory takes, two at most."""
     tile_bytes = 2 * KEYS * triton.next_power_of_2(head_dim) * element_size
-    return int(max(1, min(3, _STAGE_BYTES // tile_bytes)))
+    return int(max(1, min(2, _STAGE_BYTES // tile_bytes)))
 
 
-def compile_cases(
-    name: str, kernel: Any, shape: ModelShape, dtype: str, rows: int, extra: dict[str, Any]
+def split_cases(
+    name: str, kernel: Any, shape: ModelShape, dtype: str, rows: int, num_warps: int, extra: dict[str, Any]
 ) -> list[CompileCase]:
     """Every storage; and plain storage with sliding window and soft cap."""
     pointer = f"*{dtype}"
@@ -157,7 +156,7 @@ def compile_cases(
                 types=types,
                 constexprs=constexprs(shape.num_heads, shape.num_kv_heads, shape.head_dim, rows, options, options)
                 | extra,
-                num_warps=NUM_WARPS,
+                num_warps=num_warps,
                 num_stages=num_stages(shape.head_dim, 2 if pages == pointer else 1),
                 tensor_core=True,
                 wide_loads=True,

@@ -79,6 +79,8 @@ def kernel_arguments(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         kv.k_pages.dim() == 4 and shape[2] == PAGE_SIZE, f"k_pages: shape {tuple(shape)}, want [P, G, {PAGE_SIZE}, D]"
     )
     check(dtype in _PLAIN + _SCALED, f"k_pages: dtype {dtype} is not one of {_PLAIN + _SCALED}")
+    # Offsets are 32-bit: 64-bit ones would cost the attention kernels their registers.
+    check(kv.k_pages.numel() < 2**31, f"k_pages: {kv.k_pages.numel()} values in one layer, want fewer than 2³¹")
     for name, pages in (("k_pages", kv.k_pages), ("v_pages", kv.v_pages)):
         check(pages.shape == shape and pages.dtype == dtype, f"{name}: K and V must have one shape and dtype")
         check(pages.is_contiguous(), f"{name}: must be contiguous")

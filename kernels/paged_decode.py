@@ -13,10 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import attention_split
-from kernels.attention_split import NUM_WARPS, SPLIT, attend, constexprs, merge, normalise, num_stages
+from kernels.attention_split import SPLIT, attend, constexprs, merge, normalise, num_stages
 from kernels.compile_case import CompileCase, ModelShape
 from kernels.layouts import Batch
 
+_NUM_WARPS = 4
 _COMBINE_AT_ONCE = 8  # splits whose loads are issued together
 
 
@@ -179,7 +180,7 @@ def decode(
         batch.page_table.stride(0),
         SINGLE=single,
         **constexprs(num_heads, num_kv_heads, head_dim, rows, window is not None, soft_cap is not None),
-        num_warps=NUM_WARPS,
+        num_warps=_NUM_WARPS,
         num_stages=num_stages(head_dim, pages[0].element_size()),
     )
     if not single:
@@ -230,4 +231,4 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
     )
     rows = _rows(shape.num_heads // shape.num_kv_heads)
     extra = {"SINGLE": False}
-    return [*attention_split.compile_cases("decode", _decode_kernel, shape, dtype, rows, extra), combine]
+    return [*attention_split.split_cases("decode", _decode_kernel, shape, dtype, rows, _NUM_WARPS, extra), combine]

@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import attention_split
-from kernels.attention_split import NUM_WARPS, attend, constexprs, merge, normalise, num_stages
+from kernels.attention_split import attend, constexprs, merge, normalise, num_stages
 from kernels.compile_case import CompileCase, ModelShape
 from kernels.layouts import Batch
 
 ROWS = 64
+_NUM_WARPS = 8  # two running softmaxes of 64 rows in registers
 _LEAST_REQUESTS = 16  # fewer are compiled for as many
 
 
@@ -135,10 +136,12 @@ def prefill(
         batch.page_table.stride(0),
         REQUESTS=max(_LEAST_REQUESTS, triton.next_power_of_2(batch.num_requests)),
         **constexprs(num_heads, num_kv_heads, head_dim, ROWS, window is not None, soft_cap is not None),
-        num_warps=NUM_WARPS,
+        num_warps=_NUM_WARPS,
         num_stages=num_stages(head_dim, pages[0].element_size()),
     )
 
 
 def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
-    return attention_split.compile_cases("prefill", _prefill_kernel, shape, dtype, ROWS, {"REQUESTS": _LEAST_REQUESTS})
+    return attention_split.split_cases(
+        "prefill", _prefill_kernel, shape, dtype, ROWS, _NUM_WARPS, {"REQUESTS": _LEAST_REQUESTS}
+    )

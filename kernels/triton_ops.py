@@ -8,8 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.layouts import Batch, LoraLayer
+from kernels.activation import act_mul
+from kernels.kv_append import kv_append
+from kernels.layouts import Batch, KVLayer, LoraLayer
 from kernels.lora import LoraPlan, lora, plan_lora
+from kernels.norm import add_rms_norm, rms_norm
+from kernels.paged_attention import paged_attention
 from kernels.segments import Segments
 
 
@@ -33,7 +37,34 @@ class TritonOps:
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         return F.linear(x, packed.weight, packed.bias)
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        return act_mul(gate_up, activation)
+
     def lora(self, y: Tensor, x: Tensor, layer: LoraLayer, batch: Batch) -> None:
         plan = batch.plan["lora"]
         if isinstance(plan, LoraPlan):
             lora(y, x, layer, plan)
+
+    def kv_append(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        cos_sin: Tensor,
+        kv: KVLayer,
+        batch: Batch,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        return kv_append(qkv, num_heads, cos_sin, kv, batch, q_norm, k_norm, eps)
+
+    def paged_attention(
+        self, q: Tensor, kv: KVLayer, batch: Batch, scale: float, window: int | None, soft_cap: float | None
+    ) -> Tensor:
+        return paged_attention(q, kv, batch, scale, window, soft_cap)
