@@ -30,7 +30,7 @@ class ByteLevelState:
 
     def push(self, token: str) -> str:
         try:
-            data = bytes(map(_BYTE_OF.__getitem__, token))
+            data = bytes(map(BYTE_OF.__getitem__, token))
         except KeyError:  # an added token, written as plain text
             data = token.encode()
         return self._decoder.decode(data)
@@ -144,4 +144,4 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_level_alphabet()
+BYTE_OF = _byte_level_alphabet()

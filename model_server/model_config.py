@@ -99,7 +99,8 @@ class ModelConfig:
             intermediate_size=_int(config, "intermediate_size"),
             num_heads=num_heads,
             num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
+            # transformers' Qwen3 has 128 where the file is silent.
+            head_dim=config.get("head_dim") or (128 if family == "qwen3" else hidden_size // num_heads),
             vocab_size=_int(config, "vocab_size"),
             context_length=_int(config, "max_position_embeddings"),
             rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers.processors import TemplateProcessing
 
 from model_server.chat_template import FIELD, ChatTemplate
 from model_server.detokenizer import ByteFallbackState, ByteLevelState, TextState, state_factory
@@ -53,13 +52,6 @@ class Tokenizer:
         template = _default_template(config.get("chat_template"))
         if template_file.exists():
             template = template_file.read_text(encoding="utf-8")
-        # transformers rebuilds the special tokens' template where the config is explicit, and else keeps the file's.
-        if "add_bos_token" in config or "add_eos_token" in config:
-            add_special_tokens(
-                backend,
-                special_tokens.get("bos_token") if config.get("add_bos_token") else None,
-                special_tokens.get("eos_token") if config.get("add_eos_token") else None,
-            )
         return cls(backend, special_tokens, template)
 
     @property
@@ -99,20 +91,6 @@ class Tokenizer:
     def text_state(self) -> TextState:
         """A fresh decoding state for one stream."""
         return ByteLevelState() if self._state_kind == "byte_level" else ByteFallbackState(**self._state_arguments)
-
-
-def add_special_tokens(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make `encode` put `bos` before and `eos` after a text, where given."""
-    tokens = [token for token in (bos, eos) if token]
-    single = " ".join([*([f"{bos}:0"] if bos else []), "$A:0", *([f"{eos}:0"] if eos else [])])
-    pair = single + " $B:1"
-    ids = []
-    for token in tokens:
-        token_id = backend.token_to_id(token)
-        if token_id is None:
-            raise ValueError(f"special token {token!r} is not in the vocabulary")
-        ids.append((token, token_id))
-    backend.post_processor = TemplateProcessing(single=single, pair=pair, special_tokens=ids)
 
 
 def _default_template(value: Any) -> str | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from model_server.tokenizer import Tokenizer as OurTokenizer
-from model_server.tokenizer import add_special_tokens
 
 # How each byte-level vocabulary split text when its merges were learned (`tokenizer.ggml.pre`).
 _LLAMA3_SPLIT = (
@@ -65,12 +65,19 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> OurTokenizer:
     }
     # Files from before the flag: these two kinds always began with BOS.
     begins = model == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
-    add_special_tokens(
+    _add_around(
         backend,
         special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", begins) else None,
         special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None,
     )
     return OurTokenizer(backend, special, metadata.get("tokenizer.chat_template"))
+
+
+def _add_around(backend: Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make `encode` put `bos` before and `eos` after a text, where given."""
+    single = " ".join(f"{part}:0" for part in (bos, "$A", eos) if part)
+    tokens = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
+    backend.post_processor = TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=tokens)
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
