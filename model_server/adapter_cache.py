@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from model_server.request import AdapterRef
@@ -84,13 +85,15 @@ class AdapterCache:
             revision = adapter_format.revision_digest(digests)
             if revision != ref.revision:
                 raise errors.unavailable(f"the store sent {revision} for {ref.adapter_id}@{ref.revision}")
-            await asyncio.to_thread(self._make_room, sum(f.stat().st_size for f in temporary.iterdir()))
-            with contextlib.suppress(OSError):  # another process sharing the directory was faster
-                temporary.rename(target)
+            await asyncio.to_thread(self._keep, temporary, target)
             log.info("adapter_fetched", adapter_id=ref.adapter_id, revision=ref.revision)
             return target
         except grpc.aio.AioRpcError as error:
-            raise errors.from_rpc_error(error) from error
+            reported = errors.from_rpc_error(error)
+            if reported.code is grpc.StatusCode.UNAVAILABLE and not reported.details:
+                # Said by gRPC, of the connection: passed on as it is, it would be taken for the model server's own.
+                reported = errors.unavailable(f"the adapter store cannot be reached: {reported.message}", 1.0)
+            raise reported from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
@@ -130,12 +133,17 @@ class AdapterCache:
             call.cancel()
         return digests
 
+    def _keep(self, complete: Path, target: Path) -> None:
+        self._make_room(_num_bytes(complete))
+        with contextlib.suppress(OSError):  # another process sharing the directory was faster
+            complete.rename(target)
+
     def _make_room(self, num_bytes: int) -> None:
         """Delete unused revisions, least recently used first, until `num_bytes` more fit."""
         entries = []
         for path in self._directory.glob("sha256-*"):
             with contextlib.suppress(OSError):
-                entries.append((path.stat().st_mtime, path, sum(f.stat().st_size for f in path.iterdir())))
+                entries.append((path.stat().st_mtime, path, _num_bytes(path)))
         total = num_bytes + sum(size for _, _, size in entries)
         for _, path, size in sorted(entries):
             if total <= self._limit_bytes:
@@ -143,3 +151,7 @@ class AdapterCache:
             if path.name.replace("-", ":", 1) not in self._users:
                 shutil.rmtree(path, ignore_errors=True)
                 total -= size
+
+
+def _num_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())

@@ -44,8 +44,9 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
     # A restarted server is found again within a second, not after gRPC's default back-off of up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Whatever its name says: the least time that one attempt to connect is given. A busy server may need it.
+    ("grpc.min_reconnect_backoff_ms", 5000),
 ]
 
 SERVER_OPTIONS: list[tuple[str, int]] = [
