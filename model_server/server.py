@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from model_server import messages
 from model_server.adapter_cache import AdapterCache
@@ -55,8 +56,11 @@ class _Fetches:
         self._cache.release(ref)
 
 
-async def serve(config: Config) -> int:
-    """Serve until a signal. The exit code: 0 after a drain, 1 when the engine died."""
+async def serve(config: Config, on_ready: Callable[[serving.Serving], None] = lambda server: None) -> int:
+    """Serve until a signal. The exit code: 0 after a drain, 1 when the engine died.
+
+    `on_ready` gets the server once it is SERVING: its port, and how to stop it without a signal.
+    """
     store_channel = serving.channel(config.adapter_store) if config.adapter_store else None
     store = AdapterStoreStub(store_channel) if store_channel is not None else None
     fetches = _Fetches(AdapterCache(config.cache_dir.expanduser(), config.cache_bytes, store))
@@ -83,6 +87,7 @@ async def serve(config: Config) -> int:
             num_pages=info.num_pages,
             num_rank_rows=info.num_rank_rows,
         )
+        on_ready(server)
 
         async def stop_when_engine_dies() -> None:
             await bridge.died.wait()
