@@ -69,19 +69,26 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> gateway_pb2.GenerateResponse:
         response = gateway_pb2.GenerateResponse()
-        texts: list[str] = []
+        texts: list[list[str]] = []
+        for _ in range(max(1, request.sampling.n)):
+            response.choices.add()
+            texts.append([])
         async with contextlib.aclosing(self._events(request, context, streamed=False)) as events:
             async for event in events:
                 kind = event.WhichOneof("event")
                 if kind == "delta":
-                    texts.append(event.delta.text)
-                    response.token_ids.extend(event.delta.token_ids)
-                    response.logprobs.extend(event.delta.logprobs)
+                    choice = response.choices[event.delta.choice]
+                    texts[event.delta.choice].append(event.delta.text)
+                    choice.token_ids.extend(event.delta.token_ids)
+                    choice.logprobs.extend(event.delta.logprobs)
                 elif kind == "accepted":
                     response.accepted.CopyFrom(event.accepted)
+                elif kind == "prompt":
+                    response.prompt.CopyFrom(event.prompt)
                 else:
                     response.finished.CopyFrom(event.finished)
-        response.text = "".join(texts)
+        for choice, parts in zip(response.choices, texts, strict=True):
+            choice.text = "".join(parts)
         return response
 
     async def ListModels(  # noqa: N802

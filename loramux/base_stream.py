@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from loramux.chat_span import ChatSpan
-from loramux.transcript import Transcript
+from loramux.transcript import Choice, Transcript
 from protos import common_pb2, errors
 
 
@@ -30,14 +30,24 @@ class BaseStream:
         return self._transcript.finished
 
     @property
+    def choices(self) -> list[Choice]:
+        """The answers read so far, `n` of them in the end."""
+        return self._transcript.choices
+
+    @property
     def text(self) -> str:
-        """The text read so far."""
-        return self._transcript.text
+        """The first answer's text read so far."""
+        return self._transcript.choices[0].text
 
     @property
     def token_ids(self) -> list[int]:
-        """The token ids read so far."""
-        return self._transcript.token_ids
+        """The first answer's token ids read so far."""
+        return self._transcript.choices[0].token_ids
+
+    @property
+    def prompt(self) -> common_pb2.PromptEcho | None:
+        """The prompt, where `echo` or `prompt_logprobs` asked for it."""
+        return self._transcript.prompt
 
     def cancel(self) -> None:
         """Stop the generation, everywhere. Does nothing once it has ended."""

@@ -37,6 +37,9 @@ class Sampling(TypedDict, total=False):
     min_tokens: int | None
     ignore_eos: bool | None
     logprobs: int | None
+    n: int | None
+    echo: bool | None
+    prompt_logprobs: int | None
 
 
 def generate_request(

@@ -16,7 +16,7 @@ from model_server.runner import Chunk
 @dataclass(frozen=True, slots=True)
 class StepTensors:
     token_ids: Tensor  # [T] int64
-    logit_rows: Tensor  # [S] int64: token rows whose logits are wanted, in chunk order
+    logit_rows: Tensor  # [S] int64: rows that sample, in chunk order; then those that score prompt tokens, likewise
     batch: Batch
 
 
@@ -40,7 +40,9 @@ def build(chunks: Sequence[Chunk], page_size: int, device: torch.device) -> Step
         page_table[row, : len(pages)] = pages
         token_ids[indptr[row] : indptr[row + 1]] = chunk.request.tokens(chunk.start, chunk.start + chunk.length)
     slots = page_table[row_of, positions // page_size] * page_size + positions % page_size
-    logit_rows = np.array([indptr[r + 1] - 1 for r, chunk in enumerate(chunks) if chunk.samples], dtype=np.int64)
+    rows = [int(indptr[r + 1]) - 1 for r, chunk in enumerate(chunks) if chunk.samples]
+    rows += [int(indptr[r]) + p - chunk.start for r, chunk in enumerate(chunks) for p in chunk.scored]
+    logit_rows = np.array(rows, dtype=np.int64)
 
     def to_device(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)

@@ -5,66 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from model_server import messages
 from model_server.config import Config
+from model_server.engine_stream import EngineStream
 from model_server.request import AdapterRef, Sampling
 from model_server.runner import RunnerInfo
 from protos import errors
-
-Event = messages.Started | messages.Tokens | messages.Ended
-
-
-class EngineStream:
-    """One request's events, ending with Ended. `cancel` it in a `finally`: the engine then lets go of it within a step."""
-
-    def __init__(self, cancel: Callable[[], None], on_end: Callable[[messages.Ended], None]) -> None:
-        self._cancel = cancel
-        self._on_end = on_end
-        self._events: deque[Event | None] = deque()
-        self._arrived = asyncio.Event()
-        self._over = False
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        """Raises UNAVAILABLE when the engine process dies."""
-        while True:
-            while not self._events:
-                self._arrived.clear()
-                await self._arrived.wait()
-            event = self._events.popleft()
-            if event is None:
-                raise errors.unavailable("the engine process died")
-            yield event
-            if isinstance(event, messages.Ended):
-                return
-
-    def take_tokens(self, first: messages.Tokens) -> messages.Tokens:
-        """`first` joined with the tokens that are waiting behind it: a slow reader gets fewer, longer deltas."""
-        sampled = list(first.sampled)
-        while self._events and isinstance(event := self._events[0], messages.Tokens):
-            sampled += event.sampled
-            self._events.popleft()
-        return messages.Tokens(first.key, first.index, sampled)
-
-    def put(self, event: Event | None) -> None:
-        """The bridge's side: the next event; None when there will be none."""
-        if isinstance(event, messages.Ended):
-            self._over = True
-            self._on_end(event)
-        elif event is None:
-            self._over = True
-        self._events.append(event)
-        self._arrived.set()
-
-    def cancel(self) -> None:
-        """Ask the engine to drop the request, once; nothing where it is over. Ended still follows."""
-        if not self._over:
-            self._over = True
-            self._cancel()
 
 
 def _run_engine(config: Config, pipe: Connection) -> None:
@@ -113,8 +63,13 @@ class Bridge:
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
         return await self._ready
 
+    def open(self, on_end: Callable[[messages.Ended], None]) -> EngineStream:
+        """A stream to submit requests to. `on_end` is called with the engine's last word on each of them."""
+        return EngineStream(lambda key: self._send(messages.Cancel(key)), on_end)
+
     def submit(
         self,
+        stream: EngineStream,
         *,
         request_id: str,
         prompt_ids: list[int],
@@ -124,11 +79,10 @@ class Bridge:
         tenant: str,
         arrived_s: float,
         deadline_s: float | None,
-        on_end: Callable[[messages.Ended], None],
-    ) -> EngineStream:
-        """Hand a validated request to the engine. Raises UNAVAILABLE when it has died, RESOURCE_EXHAUSTED when it is full.
+    ) -> int:
+        """Hand a validated request to the engine; its events go to `stream`, under the key returned.
 
-        `on_end` is called with the engine's last word on the request, also when nobody reads the stream any more.
+        Raises UNAVAILABLE when the engine has died, RESOURCE_EXHAUSTED when it is full.
         """
         if self.died.is_set():
             raise errors.unavailable("the engine process died")
@@ -139,12 +93,13 @@ class Bridge:
                 retry_after_s=1.0,
             )
         key = next(self._keys)
+        stream.add(key)
+        self._streams[key] = stream
         self.idle.clear()
-        stream = self._streams[key] = EngineStream(lambda: self._send(messages.Cancel(key)), on_end)
         self._send(
             messages.Submit(key, request_id, prompt_ids, sampling, adapter, priority, tenant, arrived_s, deadline_s)
         )
-        return stream
+        return key
 
     def adapter_fetched(self, ref: AdapterRef, path: str) -> None:
         self._send(messages.AdapterFetched(ref, path))
@@ -184,7 +139,7 @@ class Bridge:
 
     def _dispatch(self, event: Any) -> None:
         match event:
-            case messages.Tokens() | messages.Started():
+            case messages.Tokens() | messages.Started() | messages.PromptScored():
                 self._streams[event.key].put(event)
             case messages.Ended():
                 self._streams.pop(event.key).put(event)
@@ -220,6 +175,6 @@ class Bridge:
         if not self._ready.done():
             self._ready.set_exception(RuntimeError("the engine process ended while loading the model"))
         streams, self._streams = self._streams, {}
-        for stream in streams.values():
+        for stream in set(streams.values()):
             stream.put(None)
         self.idle.set()

@@ -15,7 +15,7 @@ from model_server.adapter_bank import AdapterBank, HostAdapter
 from model_server.page_pool import PagePool
 from model_server.prefix_cache import PrefixCache
 from model_server.request import AdapterRef, Finish, Request, State
-from model_server.runner import Chunk, Runner, Sampled
+from model_server.runner import Chunk, Runner, StepResult
 from model_server.scheduler import Limits, Scheduler
 
 STATUS_INTERVAL_S = 0.1
@@ -140,7 +140,7 @@ class Engine:
         if plan.chunks:
             result = self._runner.run(plan.chunks)
             self._step += 1
-            self._apply(plan.chunks, result.sampled)
+            self._apply(plan.chunks, result)
         if self._check_every_step or not self.has_work:
             self.scheduler.check_integrity()
         self._report_status()
@@ -153,10 +153,13 @@ class Engine:
             self._end(self._requests[key], Finish.DEADLINE)
             deadline_s = self.next_deadline_s()
 
-    def _apply(self, chunks: list[Chunk], sampled: list[Sampled | None]) -> None:
+    def _apply(self, chunks: list[Chunk], result: StepResult) -> None:
         now_s = self._clock()
-        for chunk, token in zip(chunks, sampled, strict=True):
+        for index, (chunk, token) in enumerate(zip(chunks, result.sampled, strict=True)):
             request = chunk.request
+            if index in result.scored:
+                self._emit(messages.PromptScored(self._keys[request], result.scored[index]))
+                request.num_scored = chunk.scored.stop
             self.scheduler.computed(chunk)
             if token is None:
                 continue
@@ -199,6 +202,7 @@ class Engine:
             messages.Ended(
                 key=key,
                 finish=finish,
+                num_cached=request.num_cached,
                 failure=failure,
                 num_output=len(request.output_ids),
                 stop_token_id=stop_token_id,

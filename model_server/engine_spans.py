@@ -23,7 +23,7 @@ def phase(ended: messages.Ended) -> str:
     return "adapter_load" if ended.parked_s is not None else "queue"
 
 
-def record(ended: messages.Ended, parent: SpanContext, arrived_s: float, num_cached: int) -> None:
+def record(ended: messages.Ended, parent: SpanContext, arrived_s: float) -> None:
     """Spans engine.adapter_load, engine.queue, engine.prefill and engine.decode, as far as the request got.
 
     The span of the phase in which it ended otherwise than by itself carries the error.
@@ -44,7 +44,7 @@ def record(ended: messages.Ended, parent: SpanContext, arrived_s: float, num_cac
     if last != "adapter_load":
         span("queue", queued_s, ended.first_scheduled_s)
     if ended.first_scheduled_s is not None:
-        span("prefill", ended.first_scheduled_s, ended.first_token_s, {spans.CACHED_TOKENS: num_cached})
+        span("prefill", ended.first_scheduled_s, ended.first_token_s, {spans.CACHED_TOKENS: ended.num_cached})
     if ended.first_token_s is not None:
         span(
             "decode",

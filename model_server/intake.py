@@ -35,6 +35,8 @@ class Parsed:
     stop: tuple[str, ...]
     adapter: AdapterRef | None
     priority: int
+    num_choices: int
+    echo: bool
 
 
 class Intake:
@@ -57,7 +59,15 @@ class Intake:
             )
         prompt_ids = await self._tokenize(request.prompt)
         sampling = self._sampling(request.sampling, len(prompt_ids))
-        return Parsed(prompt_ids, sampling, tuple(request.sampling.stop), adapter, _PRIORITIES[request.priority])
+        return Parsed(
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stop=tuple(request.sampling.stop),
+            adapter=adapter,
+            priority=_PRIORITIES[request.priority],
+            num_choices=max(1, request.sampling.n),
+            echo=request.sampling.echo,
+        )
 
     async def _tokenize(self, prompt: common_pb2.Prompt) -> list[int]:
         field = f"prompt.{prompt.WhichOneof('kind')}"
@@ -115,6 +125,7 @@ class Intake:
             min_tokens=params.min_tokens,
             ignore_eos=params.ignore_eos,
             logprobs=params.logprobs if params.HasField("logprobs") else None,
+            prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
         )
 
 

@@ -105,11 +105,20 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The next prompt tokens with their log probabilities, in order, from the second token on."""
+
+    key: int
+    scored: list[Sampled]
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """Last word on a request. Times are on the machine's monotonic clock, seconds; None where it never got there."""
 
     key: int
     finish: Finish
+    num_cached: int
     failure: Failure | None
     num_output: int
     stop_token_id: int | None

@@ -46,6 +46,7 @@ class Sampling:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -93,6 +94,7 @@ class Request:
     adapter_load_s: float = 0.0
     num_preemptions: int = 0
     num_cached: int = 0
+    num_scored: int = 0  # prompt tokens whose log probability has been reported
     num_bypassed: int = 0  # times a later request was admitted while this one did not fit
     page_keys: list[bytes] = field(default_factory=list)  # prefix_cache.py's hash chain over full pages
 
@@ -108,6 +110,13 @@ class Request:
         if start >= num_prompt:
             return self.output_ids[start - num_prompt : stop - num_prompt]
         return self.prompt_ids[start:] + self.output_ids[: stop - num_prompt]
+
+    def scored_by(self, start: int, length: int) -> range:
+        """The positions among `start` to `start + length` whose logits give the next prompt token's log probability,
+        where that was asked for and has not been reported before."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, self.num_scored), min(start + length, len(self.prompt_ids) - 1))
 
     @property
     def num_uncomputed(self) -> int:

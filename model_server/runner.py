@@ -39,6 +39,10 @@ class Chunk:
     length: int
     samples: bool
 
+    @property
+    def scored(self) -> range:
+        return self.request.scored_by(self.start, self.length)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
@@ -51,9 +55,11 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`sampled[i]` belongs to `chunks[i]`; None where that chunk does not sample."""
+    """`sampled[i]` belongs to `chunks[i]`; None where that chunk does not sample. `scored[i]`: the prompt tokens that
+    follow the positions of `chunks[i].scored`, with their log probabilities; missing where none were asked for."""
 
     sampled: list[Sampled | None] = field(default_factory=list)
+    scored: dict[int, list[Sampled]] = field(default_factory=dict)
 
 
 class Runner(Protocol):

@@ -61,7 +61,7 @@ class Sampler:
         result = [Sampled(token) for token in tokens.tolist()]
         for line, (row, request) in enumerate(zip(special, chosen, strict=True)):
             if request.sampling.logprobs is not None:
-                result[row] = _with_logprobs(raw[line], result[row].token_id, request.sampling.logprobs)
+                result[row] = with_logprobs(raw[line], result[row].token_id, request.sampling.logprobs)
         return result
 
     def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
@@ -109,7 +109,8 @@ def _ragged(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor
     return ids, indptr.to(device)
 
 
-def _with_logprobs(logits: Tensor, token_id: int, num_top: int) -> Sampled:
+def with_logprobs(logits: Tensor, token_id: int, num_top: int) -> Sampled:
+    """`token_id` with its log probability under `logits` [V], and the `num_top` likeliest tokens'."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    values, ids = logprobs.topk(num_top)
+    values, ids = logprobs.topk(min(num_top, logprobs.numel()))
     return Sampled(token_id, float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

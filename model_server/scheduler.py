@@ -262,7 +262,10 @@ class Scheduler:
         self.running[request] = None
 
     def _match(self, request: Request) -> list[int]:
-        return [] if self.prefix_cache is None else self.prefix_cache.match(request)
+        # Prompt log probabilities need every prompt token's logits: nothing of such a request is taken over.
+        if self.prefix_cache is None or request.sampling.prompt_logprobs is not None:
+            return []
+        return self.prefix_cache.match(request)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.page_size)

@@ -1,10 +1,11 @@
-"""The ModelServer service: proto ↔ domain. Text work happens here (tokenise, detokenise, stop strings), on the way of each
-request's own stream; the engine sees token ids only."""
+"""The ModelServer service: proto ↔ domain. Text work happens here, on the way of each request's own stream; the engine sees
+token ids only."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,34 +15,24 @@ import grpc.aio
 from opentelemetry import trace
 
 from model_server import engine_spans, messages
+from model_server.answer import Answer, position_logprobs
 from model_server.bridge import Bridge
-from model_server.detokenizer import IncrementalDetokenizer
 from model_server.intake import Intake, Parsed
 from model_server.request import AdapterRef, Finish
 from model_server.runner import RunnerInfo, Sampled
-from model_server.stop import StopChecker
 from model_server.tokenizer import Tokenizer
 from protos import common_pb2, errors, model_server_pb2
 from protos.model_server_pb2_grpc import ModelServerServicer
 
 _STATUS_INTERVAL_S = 0.1
-_REASONS = {
-    Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    Finish.STOP: common_pb2.FINISH_REASON_STOP,
-    Finish.EOS: common_pb2.FINISH_REASON_EOS,
-}
+_SEED_STEP = 0x9E3779B97F4A7C15  # odd: choices' seeds differ, and choice 0 keeps the request's own
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Servicer(ModelServerServicer):
     def __init__(
-        self,
-        bridge: Bridge,
-        intake: Intake,
-        tokenizer: Tokenizer,
-        info: RunnerInfo,
-        replica: Callable[[], str],
+        self, bridge: Bridge, intake: Intake, tokenizer: Tokenizer, info: RunnerInfo, replica: Callable[[], str]
     ) -> None:
         self._bridge = bridge
         self._intake = intake
@@ -58,35 +49,64 @@ class Servicer(ModelServerServicer):
         if self._draining.is_set():
             raise errors.unavailable("this model server is draining", retry_after_s=1.0)
         parsed = await self._intake.parse(request)
-        answer = _Answer(self._tokenizer, parsed, arrived_s, request.gateway_queue_s)
         server_span = trace.get_current_span().get_span_context()
-        stream = self._bridge.submit(
-            request_id=request.request_id,
-            prompt_ids=parsed.prompt_ids,
-            sampling=parsed.sampling,
-            adapter=parsed.adapter,
-            priority=parsed.priority,
-            tenant=request.tenant,
-            arrived_s=arrived_s,
-            deadline_s=None if remaining_s is None else arrived_s + remaining_s,
-            on_end=lambda ended: engine_spans.record(ended, server_span, arrived_s, answer.num_cached),
-        )
+        started: messages.Started | None = None
+        answers: dict[int, Answer] = {}
+        scored: list[Sampled] = []
+        echoed = not parsed.echo and parsed.sampling.prompt_logprobs is None
+        stream = self._bridge.open(lambda ended: engine_spans.record(ended, server_span, arrived_s))
+
+        def submit() -> None:
+            choice = len(answers)
+            seed = (parsed.sampling.seed + choice * _SEED_STEP) % 2**63
+            key = self._bridge.submit(
+                stream,
+                request_id=request.request_id,
+                prompt_ids=parsed.prompt_ids,
+                # The prompt is scored once, with the first choice.
+                sampling=dataclasses.replace(
+                    parsed.sampling, seed=seed, prompt_logprobs=None if choice else parsed.sampling.prompt_logprobs
+                ),
+                adapter=parsed.adapter,
+                priority=parsed.priority,
+                tenant=request.tenant,
+                arrived_s=arrived_s,
+                deadline_s=None if remaining_s is None else arrived_s + remaining_s,
+            )
+            answers[key] = Answer(choice, self._tokenizer, parsed.stop, parsed.sampling.min_tokens)
+
         try:
+            submit()
             async for event in stream:
                 match event:
-                    case messages.Started(_, num_cached):
-                        answer.num_cached = num_cached
-                        yield common_pb2.GenerateEvent(accepted=self._accepted(request, parsed, event))
-                    case messages.Tokens() if not answer.stopped:
-                        yield common_pb2.GenerateEvent(delta=answer.take(stream.take_tokens(event)))
-                        if answer.stopped:
-                            stream.cancel()
+                    case messages.Started():
+                        if started is None:
+                            started = event
+                            yield common_pb2.GenerateEvent(accepted=self._accepted(request, parsed, event))
+                    case messages.PromptScored():
+                        scored += event.scored
+                    case messages.Tokens():
+                        if not echoed:
+                            echoed = True
+                            yield common_pb2.GenerateEvent(prompt=self._echo(parsed, scored))
+                        # The other choices follow once the prompt's pages are there to be shared.
+                        while len(answers) < parsed.num_choices:
+                            submit()
+                        answer = answers[event.key]
+                        if not answer.stopped:
+                            yield common_pb2.GenerateEvent(delta=answer.take(stream.take_tokens(event)))
+                            if answer.stopped:
+                                stream.cancel(event.key)
                     case messages.Ended():
+                        answer = answers[event.key]
                         if not answer.stopped:
                             _raise_failure(event)
-                            if (rest := answer.rest()) is not None:
-                                yield common_pb2.GenerateEvent(delta=rest)
-                        yield common_pb2.GenerateEvent(finished=answer.finished(event))
+                        if (rest := answer.end(event)) is not None:
+                            yield common_pb2.GenerateEvent(delta=rest)
+            assert started is not None
+            yield common_pb2.GenerateEvent(
+                finished=_finished(parsed, started, list(answers.values()), arrived_s, request.gateway_queue_s)
+            )
         finally:
             stream.cancel()
 
@@ -97,7 +117,9 @@ class Servicer(ModelServerServicer):
         yield self._status(seen)
         while True:
             changed = asyncio.ensure_future(self._bridge.next_status(seen))
-            waits = [changed] if told_draining else [changed, asyncio.ensure_future(self._draining.wait())]
+            waits: list[asyncio.Future[Any]] = [changed]
+            if not told_draining:
+                waits.append(asyncio.ensure_future(self._draining.wait()))
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -129,6 +151,13 @@ class Servicer(ModelServerServicer):
             replica=self._replica(),
         )
 
+    def _echo(self, parsed: Parsed, scored: list[Sampled]) -> common_pb2.PromptEcho:
+        return common_pb2.PromptEcho(
+            token_ids=parsed.prompt_ids,
+            text=self._tokenizer.decode(parsed.prompt_ids, skip_special=False) if parsed.echo else "",
+            logprobs=[position_logprobs(s, s.logprob) for s in scored if s.logprob is not None],
+        )
+
     def _status(self, status: messages.Status) -> model_server_pb2.ReplicaStatus:
         return model_server_pb2.ReplicaStatus(
             base_model=self._info.model_name,
@@ -147,75 +176,26 @@ class Servicer(ModelServerServicer):
         )
 
 
-class _Answer:
-    """One request's output on its way out: text, stop strings, counts and times."""
-
-    def __init__(self, tokenizer: Tokenizer, parsed: Parsed, arrived_s: float, gateway_queue_s: float) -> None:
-        self.prompt_tokens = len(parsed.prompt_ids)
-        self.num_cached = 0
-        self._arrived_s = arrived_s
-        self._gateway_queue_s = gateway_queue_s
-        self._first_delta_s: float | None = None
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-        self._stop = StopChecker(parsed.stop, parsed.sampling.min_tokens)
-        self._num_output = 0
-
-    @property
-    def stopped(self) -> bool:
-        return self._stop.matched is not None
-
-    def take(self, tokens: messages.Tokens) -> common_pb2.Delta:
-        if self._first_delta_s is None:
-            self._first_delta_s = time.monotonic()
-        delta = common_pb2.Delta(index=self._num_output)
-        text = []
-        for sampled in tokens.sampled:
-            self._num_output += 1
-            delta.token_ids.append(sampled.token_id)
-            if sampled.logprob is not None:
-                delta.logprobs.append(_logprobs(sampled, sampled.logprob))
-            text.append(self._stop.push(self._detokenizer.push((sampled.token_id,)), self._num_output))
-            if self.stopped:
-                break  # tokens past the stop string were computed but are not part of the answer
-        delta.text = "".join(text)
-        return delta
-
-    def rest(self) -> common_pb2.Delta | None:
-        """What was held back and turns out to be text after all: part of a stop string, or of a character."""
-        text = self._stop.push(self._detokenizer.finish(), self._num_output) + self._stop.finish()
-        return common_pb2.Delta(index=self._num_output, text=text) if text else None
-
-    def finished(self, ended: messages.Ended) -> common_pb2.Finished:
-        finished = common_pb2.Finished(
-            usage=common_pb2.Usage(
-                prompt_tokens=self.prompt_tokens, cached_tokens=self.num_cached, output_tokens=self._num_output
-            ),
-            timings=self._timings(ended),
-        )
-        if self._stop.matched is not None:
-            finished.reason = common_pb2.FINISH_REASON_STOP
-            finished.stop = self._stop.matched
-        else:
-            finished.reason = _REASONS[ended.finish]
-            if ended.stop_token_id is not None:
-                finished.stop_token_id = ended.stop_token_id
-        return finished
-
-    def _timings(self, ended: messages.Ended) -> common_pb2.Timings:
-        # An answer has been scheduled and has a first token, or it would have failed before.
-        assert ended.first_scheduled_s is not None
-        assert ended.first_token_s is not None
-        assert ended.last_token_s is not None
-        assert self._first_delta_s is not None
-        return common_pb2.Timings(
-            gateway_queue_s=self._gateway_queue_s,
-            engine_queue_s=ended.first_scheduled_s - self._arrived_s - ended.adapter_load_s,
-            adapter_load_s=ended.adapter_load_s,
-            prefill_s=ended.first_token_s - ended.first_scheduled_s,
-            decode_s=ended.last_token_s - ended.first_token_s,
-            time_to_first_token_s=self._first_delta_s - self._arrived_s,
-            preemptions=ended.num_preemptions,
-        )
+def _finished(
+    parsed: Parsed, started: messages.Started, answers: list[Answer], arrived_s: float, gateway_queue_s: float
+) -> common_pb2.Finished:
+    choices = [answer.choice_end() for answer in answers]
+    finished = common_pb2.Finished(
+        reason=choices[0].reason,
+        choices=choices,
+        usage=common_pb2.Usage(
+            prompt_tokens=len(parsed.prompt_ids),
+            cached_tokens=started.num_cached,
+            output_tokens=sum(answer.num_output for answer in answers),
+        ),
+        timings=answers[0].timings(arrived_s, gateway_queue_s),
+    )
+    match choices[0].WhichOneof("matched"):
+        case "stop":
+            finished.stop = choices[0].stop
+        case "stop_token_id":
+            finished.stop_token_id = choices[0].stop_token_id
+    return finished
 
 
 def _raise_failure(ended: messages.Ended) -> None:
@@ -229,11 +209,6 @@ def _raise_failure(ended: messages.Ended) -> None:
         raise errors.deadline_exceeded(engine_spans.phase(ended))
     if ended.finish is Finish.CANCELLED:
         raise errors.ServiceError(grpc.StatusCode.CANCELLED, "the request was cancelled")
-
-
-def _logprobs(sampled: Sampled, logprob: float) -> common_pb2.PositionLogprobs:
-    top = [common_pb2.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in sampled.top]
-    return common_pb2.PositionLogprobs(logprob=logprob, top=top)
 
 
 def _ref(ref: AdapterRef) -> common_pb2.AdapterRef:

@@ -16,8 +16,8 @@ from model_server import batch_tensors
 from model_server.adapter_loader import GroupWeights
 from model_server.model_config import ModelConfig
 from model_server.models.llama import LlamaModel, LoraLayers, lora_groups
-from model_server.runner import Chunk, RunnerInfo, StepResult
-from model_server.sampler import Sampler, SamplingOps
+from model_server.runner import Chunk, RunnerInfo, Sampled, StepResult
+from model_server.sampler import Sampler, SamplingOps, with_logprobs
 from model_server.weights import ModelFiles
 
 
@@ -148,15 +148,31 @@ class TorchRunner:
         self._ops.plan(step.batch)
         logits = self._model.forward(step.token_ids, step.batch, self._kv, self._lora, step.logit_rows)
         sampling = [chunk.request for chunk in chunks if chunk.samples]
+        scored = _score(logits[len(sampling) :], chunks)
         if not sampling:
-            return StepResult([None] * len(chunks))
+            return StepResult([None] * len(chunks), scored)
+        logits = logits[: len(sampling)]
         if self._logits_dir is not None:
             self._dump(logits, [request.request_id for request in sampling])
         sampled = iter(self._sampler.sample(logits, sampling))
-        return StepResult([next(sampled) if chunk.samples else None for chunk in chunks])
+        return StepResult([next(sampled) if chunk.samples else None for chunk in chunks], scored)
 
     def _dump(self, logits: Tensor, request_ids: Sequence[str]) -> None:
         assert self._logits_dir is not None
         for row, request_id in zip(logits.float().cpu().numpy(), request_ids, strict=True):
             with (self._logits_dir / f"{request_id}.f32").open("ab") as file:
                 file.write(row.tobytes())
+
+
+def _score(logits: Tensor, chunks: Sequence[Chunk]) -> dict[int, list[Sampled]]:
+    """`logits` [rows, V] of the chunks' scored positions, in order."""
+    scored: dict[int, list[Sampled]] = {}
+    row = 0
+    for index, chunk in enumerate(chunks):
+        num_top = chunk.request.sampling.prompt_logprobs
+        if num_top is not None and chunk.scored:
+            next_ids = [chunk.request.prompt_ids[position + 1] for position in chunk.scored]
+            rows = logits[row : row + len(next_ids)]
+            scored[index] = [with_logprobs(line, token, num_top) for line, token in zip(rows, next_ids, strict=True)]
+            row += len(next_ids)
+    return scored

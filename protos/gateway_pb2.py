@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/gateway.proto\x12\nloramux.v1\x1a\x13protos/common.proto\"\xaf\x01\n\x0fGenerateRequest\x12\"\n\x06target\x18\x01 \x01(\x0b\x32\x12.loramux.v1.Target\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.loramux.v1.Prompt\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.loramux.v1.SamplingParams\x12&\n\x08priority\x18\x04 \x01(\x0e\x32\x14.loramux.v1.Priority\"\xb3\x01\n\x10GenerateResponse\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.loramux.v1.Accepted\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1c.loramux.v1.PositionLogprobs\x12&\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x14.loramux.v1.Finished\"\x13\n\x11ListModelsRequest\"\xfe\x03\n\x12ListModelsResponse\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x38\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32&.loramux.v1.ListModelsResponse.Adapter\x12\x38\n\x08replicas\x18\x04 \x03(\x0b\x32&.loramux.v1.ListModelsResponse.Replica\x1a\xbf\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x17\n\x0fnewest_revision\x18\x02 \x01(\t\x12\x44\n\x07\x61liases\x18\x03 \x03(\x0b\x32\x33.loramux.v1.ListModelsResponse.Adapter.AliasesEntry\x12\x11\n\trevisions\x18\x04 \x01(\r\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x85\x01\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x13\n\x0boutstanding\x18\x04 \x01(\r\x12\x31\n\x11resident_adapters\x18\x05 \x03(\x0b\x32\x16.loramux.v1.AdapterRef2\xeb\x01\n\nGeneration\x12\x44\n\x08Generate\x12\x1b.loramux.v1.GenerateRequest\x1a\x19.loramux.v1.GenerateEvent0\x01\x12J\n\rGenerateUnary\x12\x1b.loramux.v1.GenerateRequest\x1a\x1c.loramux.v1.GenerateResponse\x12K\n\nListModels\x12\x1d.loramux.v1.ListModelsRequest\x1a\x1e.loramux.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/gateway.proto\x12\nloramux.v1\x1a\x13protos/common.proto\"\xaf\x01\n\x0fGenerateRequest\x12\"\n\x06target\x18\x01 \x01(\x0b\x32\x12.loramux.v1.Target\x12\"\n\x06prompt\x18\x02 \x01(\x0b\x32\x12.loramux.v1.Prompt\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.loramux.v1.SamplingParams\x12&\n\x08priority\x18\x04 \x01(\x0e\x32\x14.loramux.v1.Priority\"\x9b\x02\n\x10GenerateResponse\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.loramux.v1.Accepted\x12\x34\n\x07\x63hoices\x18\x02 \x03(\x0b\x32#.loramux.v1.GenerateResponse.Choice\x12&\n\x06prompt\x18\x03 \x01(\x0b\x32\x16.loramux.v1.PromptEcho\x12&\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x14.loramux.v1.Finished\x1aY\n\x06\x43hoice\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12.\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1c.loramux.v1.PositionLogprobs\"\x13\n\x11ListModelsRequest\"\xfe\x03\n\x12ListModelsResponse\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x38\n\x08\x61\x64\x61pters\x18\x03 \x03(\x0b\x32&.loramux.v1.ListModelsResponse.Adapter\x12\x38\n\x08replicas\x18\x04 \x03(\x0b\x32&.loramux.v1.ListModelsResponse.Replica\x1a\xbf\x01\n\x07\x41\x64\x61pter\x12\x12\n\nadapter_id\x18\x01 \x01(\t\x12\x17\n\x0fnewest_revision\x18\x02 \x01(\t\x12\x44\n\x07\x61liases\x18\x03 \x03(\x0b\x32\x33.loramux.v1.ListModelsResponse.Adapter.AliasesEntry\x12\x11\n\trevisions\x18\x04 \x01(\r\x1a.\n\x0c\x41liasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x85\x01\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x12\n\nbase_model\x18\x03 \x01(\t\x12\x13\n\x0boutstanding\x18\x04 \x01(\r\x12\x31\n\x11resident_adapters\x18\x05 \x03(\x0b\x32\x16.loramux.v1.AdapterRef2\xeb\x01\n\nGeneration\x12\x44\n\x08Generate\x12\x1b.loramux.v1.GenerateRequest\x1a\x19.loramux.v1.GenerateEvent0\x01\x12J\n\rGenerateUnary\x12\x1b.loramux.v1.GenerateRequest\x1a\x1c.loramux.v1.GenerateResponse\x12K\n\nListModels\x12\x1d.loramux.v1.ListModelsRequest\x1a\x1e.loramux.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,17 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=58
   _globals['_GENERATEREQUEST']._serialized_end=233
   _globals['_GENERATERESPONSE']._serialized_start=236
-  _globals['_GENERATERESPONSE']._serialized_end=415
-  _globals['_LISTMODELSREQUEST']._serialized_start=417
-  _globals['_LISTMODELSREQUEST']._serialized_end=436
-  _globals['_LISTMODELSRESPONSE']._serialized_start=439
-  _globals['_LISTMODELSRESPONSE']._serialized_end=949
-  _globals['_LISTMODELSRESPONSE_ADAPTER']._serialized_start=622
-  _globals['_LISTMODELSRESPONSE_ADAPTER']._serialized_end=813
-  _globals['_LISTMODELSRESPONSE_ADAPTER_ALIASESENTRY']._serialized_start=767
-  _globals['_LISTMODELSRESPONSE_ADAPTER_ALIASESENTRY']._serialized_end=813
-  _globals['_LISTMODELSRESPONSE_REPLICA']._serialized_start=816
-  _globals['_LISTMODELSRESPONSE_REPLICA']._serialized_end=949
-  _globals['_GENERATION']._serialized_start=952
-  _globals['_GENERATION']._serialized_end=1187
+  _globals['_GENERATERESPONSE']._serialized_end=519
+  _globals['_GENERATERESPONSE_CHOICE']._serialized_start=430
+  _globals['_GENERATERESPONSE_CHOICE']._serialized_end=519
+  _globals['_LISTMODELSREQUEST']._serialized_start=521
+  _globals['_LISTMODELSREQUEST']._serialized_end=540
+  _globals['_LISTMODELSRESPONSE']._serialized_start=543
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1053
+  _globals['_LISTMODELSRESPONSE_ADAPTER']._serialized_start=726
+  _globals['_LISTMODELSRESPONSE_ADAPTER']._serialized_end=917
+  _globals['_LISTMODELSRESPONSE_ADAPTER_ALIASESENTRY']._serialized_start=871
+  _globals['_LISTMODELSRESPONSE_ADAPTER_ALIASESENTRY']._serialized_end=917
+  _globals['_LISTMODELSRESPONSE_REPLICA']._serialized_start=920
+  _globals['_LISTMODELSRESPONSE_REPLICA']._serialized_end=1053
+  _globals['_GENERATION']._serialized_start=1056
+  _globals['_GENERATION']._serialized_end=1291
 # @@protoc_insertion_point(module_scope)

@@ -58,32 +58,58 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 class GenerateResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class Choice(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TEXT_FIELD_NUMBER: _builtins.int
+        TOKEN_IDS_FIELD_NUMBER: _builtins.int
+        LOGPROBS_FIELD_NUMBER: _builtins.int
+        text: _builtins.str
+        @_builtins.property
+        def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+        @_builtins.property
+        def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]: ...
+        def __init__(
+            self,
+            *,
+            text: _builtins.str = ...,
+            token_ids: _abc.Iterable[_builtins.int] | None = ...,
+            logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ACCEPTED_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
     @_builtins.property
     def accepted(self) -> _common_pb2.Accepted: ...
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse.Choice]:
+        """n of them"""
+
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]: ...
+    def prompt(self) -> _common_pb2.PromptEcho:
+        """when asked for"""
+
     @_builtins.property
     def finished(self) -> _common_pb2.Finished: ...
     def __init__(
         self,
         *,
         accepted: _common_pb2.Accepted | None = ...,
-        text: _builtins.str = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        choices: _abc.Iterable[Global___GenerateResponse.Choice] | None = ...,
+        prompt: _common_pb2.PromptEcho | None = ...,
         finished: _common_pb2.Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finished", b"finished", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "choices", b"choices", "finished", b"finished", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from protos.errors import invalid_argument, quote
 MAX_PROMPT_BYTES = 1024 * 1024
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
+MAX_CHOICES = 16
 ROLES = ("system", "user", "assistant")
 
 
@@ -71,8 +72,12 @@ def check_sampling(sampling: pb.SamplingParams) -> None:
         raise invalid_argument(
             "sampling.min_tokens", f"is {sampling.min_tokens}, more than max_tokens {sampling.max_tokens}"
         )
-    if sampling.HasField("logprobs") and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
-        raise invalid_argument("sampling.logprobs", f"is {sampling.logprobs}, must be 0 to {MAX_LOGPROBS}")
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(sampling, name)
+        if sampling.HasField(name) and not 0 <= number <= MAX_LOGPROBS:
+            raise invalid_argument(f"sampling.{name}", f"is {number}, must be 0 to {MAX_LOGPROBS}")
+    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:
+        raise invalid_argument("sampling.n", f"is {sampling.n}, must be 1 to {MAX_CHOICES}")
 
 
 def check_priority(priority: int) -> None:

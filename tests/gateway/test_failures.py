@@ -60,7 +60,7 @@ async def test_a_restarted_server_needs_no_registration(start_world):  # FLT-01
     world = await start_world(answers())
     revision = await world.store.put("alpha")
     await until(lambda: len(world.gateway.catalog))
-    assert (await world.stub.GenerateUnary(ask("alpha"))).text
+    assert (await world.stub.GenerateUnary(ask("alpha"))).choices[0].text
     await world.server.kill()
     await until(lambda: not world.loads()[world.server.address].ready)
     waiting = asyncio.create_task(ending(world.stub.Generate(ask("alpha"))))

@@ -56,7 +56,7 @@ async def test_the_process_serves_gets_ready_and_stops_cleanly(tmp_path):
         async with grpc.aio.insecure_channel(address) as channel:
             stub = gateway_pb2_grpc.GenerationStub(channel)
             answer = await stub.GenerateUnary(ask("alpha"), metadata=(("x-request-id", "r-9"),), timeout=10)
-            assert answer.text == "xxxx" and answer.accepted.request_id == "r-9"
+            assert answer.choices[0].text == "xxxx" and answer.accepted.request_id == "r-9"
             models = await stub.ListModels(gateway_pb2.ListModelsRequest())
             assert [adapter.adapter_id for adapter in models.adapters] == ["alpha"]
         process.send_signal(signal.SIGTERM)

@@ -48,7 +48,7 @@ async def test_stream_is_forwarded_with_the_revision_pinned(start_world):
 async def test_unary_gives_the_same_in_one_message(start_world):
     world = await start_world(answers(3))
     response = await world.stub.GenerateUnary(ask())
-    assert (response.text, list(response.token_ids)) == ("xxx", [0, 1, 2])
+    assert (response.choices[0].text, list(response.choices[0].token_ids)) == ("xxx", [0, 1, 2])
     assert not response.accepted.HasField("adapter") and response.accepted.base_model == "tiny"
     assert response.finished.usage.output_tokens == 3
     assert not world.server.requests[0].HasField("adapter")
@@ -145,14 +145,14 @@ async def test_every_bad_field_is_named_and_the_server_lives(start_world):
             error = await refusal(call)
             assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
     assert world.server.requests == []
-    assert (await world.stub.GenerateUnary(ask(top_p=1, temperature=0, logprobs=0))).text == "xxxx"
+    assert (await world.stub.GenerateUnary(ask(top_p=1, temperature=0, logprobs=0))).choices[0].text == "xxxx"
 
 
 async def test_a_message_over_the_transport_limit_is_refused(start_world):
     world = await start_world(answers())
     error = await refusal(world.stub.GenerateUnary(ask(text="x" * (5 * 1024 * 1024))))
     assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert (await world.stub.GenerateUnary(ask())).text
+    assert (await world.stub.GenerateUnary(ask())).choices[0].text
 
 
 async def test_the_api_key_names_the_tenant(start_world):
