@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "0"  # the decorators read it when the kernel modules are imported
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # today's default, made explicit
-
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -40,7 +37,7 @@ TARGETS = {
 DTYPES = ("bf16", "fp16")
 TABLE = Path(__file__).with_name("COMPILED.md")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-CUDA_MATRIX = re.compile(r"\b([HIQ]?G?MMA|UTC\w*MMA)\b[\w.]*")
+CUDA_MATRIX = re.compile(r"\b([HIQ]G?MMA|UTC\w*MMA)\b")
 CUDA_WIDE = re.compile(r"\b(?:LDG|LDGSTS)\.[\w.]*128\b|\bUTMALDG\b")
 HIP_MATRIX = re.compile(r"\bv_(mfma)_\w+")
 HIP_WIDE = re.compile(r"\b(?:global|buffer)_load_dwordx4\b")
@@ -66,6 +63,7 @@ class Report:
 @functools.cache
 def collect() -> dict[tuple[str, str], tuple[CompileCase, tuple[str, ...]]]:
     """(dtype, key) -> the case and the models that ask for it. Cases that give the same code are one."""
+    os.environ["TRITON_INTERPRET"] = "0"  # the decorators read it when the kernel modules are imported
     found: dict[tuple[str, str], tuple[CompileCase, tuple[str, ...]]] = {}
     for info in sorted(pkgutil.iter_modules(kernels.__path__), key=lambda info: info.name):
         if info.ispkg or info.name == "compile":
@@ -118,7 +116,7 @@ def compile_one(found_key: tuple[str, str], target_name: str) -> Report:
     target = TARGETS[target_name]
     stages = min(case.num_stages, HIP_STAGES) if target.backend == "hip" else case.num_stages
     source = ASTSource(case.kernel, case.signature, case.constexprs, case.attrs)
-    options: dict[str, Any] = {"num_warps": case.num_warps, "num_stages": stages}
+    options: dict[str, Any] = {"num_warps": case.num_warps, "num_stages": stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         return read_hip(compiled.asm["amdgcn"], compiled.metadata.shared)

@@ -8,7 +8,7 @@ One pair of kernels serves two regimes, told apart by tokens per active adapter 
 - matvec (decode): one program per row, each with its own adapter; no sort, no metadata; weights are read once, K is shared
   out over programs to fill the device. The row sits in a 16-row matrix tile whose other rows load nothing: the matrix unit
   idles anyway in a kernel bound by bandwidth, and its asynchronous copies keep more bytes in flight than plain loads.
-- chunked (prefill, shared adapters): one program per chunk of up to 16, 32, 64 or 128 rows of one adapter, none empty; the
+- chunked (prefill, shared adapters): one program per chunk of up to 16, 64 or 128 rows of one adapter, none empty; the
   grid is an upper bound of the chunks in use, rounded to a bucket for graph capture; spare programs return at once.
 
 **A row's result does not depend on its neighbours, on the regime or on timing.** That is why the matvec form uses the
@@ -35,9 +35,11 @@ from kernels.segments import Segments, build_segments
 
 BLOCK_K = 128  # part of the results' bits, as is BLOCK_RANK: never chosen by batch
 BLOCK_RANK = 16
+BLOCK_N = 128
 PART_MIN = 512  # features per part of K, at least
 MAX_PARTS = 16
 MAX_SLICES = 3
+CHUNK_ROWS = (1, 16, 64, 128)  # the regimes; 1 is matvec. The largest leaves K's parts to one program
 EXPAND_STAGES = 3
 PROGRAMS_WANTED = 256  # about two per multiprocessor: below that, parts of K go to programs of their own
 
@@ -56,20 +58,17 @@ class LoraPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Expand's columns and both kernels' warps for tiles of `rows` token rows; shrink's pipeline depth."""
+    """How both kernels take token rows, `rows` at a time, and the depth of shrink's pipeline."""
 
     rows: int
-    block_n: int
     num_warps: int
     shrink_stages: int
 
 
 def _tile(chunk_rows: int) -> _Tile:
     if chunk_rows <= 16:
-        return _Tile(16, 256, 4, 4)
-    if chunk_rows <= 64:
-        return _Tile(chunk_rows, 128, 4, 3)
-    return _Tile(128, 128, 8, 3)
+        return _Tile(16, 4, 4)
+    return _Tile(64, 4, 3) if chunk_rows <= 64 else _Tile(128, 8, 3)
 
 
 def _parts(in_features: int) -> tuple[int, int]:
@@ -83,22 +82,22 @@ def _parts(in_features: int) -> tuple[int, int]:
 
 def _rank_tile(max_rank: int) -> int:
     """Shrink's columns. Each is a sum of its own, so this may follow the adapters in use."""
-    return 16 if max_rank <= 16 else 32 if max_rank <= 32 else 64
+    return 16 if max_rank <= 16 else 64
 
 
 def chunk_rows_for(num_tokens: int, num_active_adapters: int) -> int:
     """The regime, from tokens per active adapter. Few: a chunk would hold about one row, so each row is a chunk."""
     mean = num_tokens / max(1, num_active_adapters)
-    for limit, rows in ((2, 1), (16, 16), (128, 32), (1024, 64)):
-        if mean <= limit:
-            return rows
-    return 128
+    for most, chunk_rows in zip((2, 32, 4096), CHUNK_ROWS, strict=False):
+        if mean <= most:
+            return chunk_rows
+    return CHUNK_ROWS[-1]
 
 
 def chunk_bound(num_tokens: int, num_active_adapters: int, chunk_rows: int) -> int:
     """Programs that hold every chunk of any such batch, rounded up to a bucket: powers of two, then multiples of 64."""
     most = num_active_adapters + (num_tokens - num_active_adapters) // chunk_rows
-    bucket = triton.next_power_of_2(most) if most <= 64 else triton.cdiv(most, 64) * 64
+    bucket = 1 << (most - 1).bit_length() if most <= 64 else -(-most // 64) * 64
     return min(bucket, num_tokens)
 
 
@@ -123,10 +122,8 @@ def plan_lora(batch: Batch, buffers: Segments) -> LoraPlan | None:
 
 
 @triton.jit
-def _chunk_rows(
-    chunk, order_ptr, chunk_start_ptr, chunk_len_ptr, stride_row, MATVEC: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The chunk's token rows [BLOCK_M] int64 and which of them exist."""
+def _chunk_rows(chunk, order_ptr, chunk_start_ptr, chunk_len_ptr, MATVEC: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The chunk's token rows [BLOCK_M] and which of them exist."""
     m = tl.arange(0, BLOCK_M)
     if MATVEC:
         live = m < 1
@@ -134,7 +131,7 @@ def _chunk_rows(
     else:
         live = m < tl.load(chunk_len_ptr + chunk)
         token = tl.load(order_ptr + tl.load(chunk_start_ptr + chunk) + m, mask=live, other=0)
-    return token.to(tl.int64), live
+    return token, live
 
 
 @triton.jit
@@ -168,10 +165,10 @@ def _shrink_kernel(
     adapter = tl.load(chunk_adapter_ptr + chunk)
     if adapter < 0:
         return
-    token, live = _chunk_rows(chunk, order_ptr, chunk_start_ptr, chunk_len_ptr, stride_x_row, MATVEC, BLOCK_M)
+    token, live = _chunk_rows(chunk, order_ptr, chunk_start_ptr, chunk_len_ptr, MATVEC, BLOCK_M)
     rank = tl.load(ranks_ptr + adapter * num_slices + slice_index)
-    x_rows = x_ptr + token[:, None] * stride_x_row
-    h_rows = h_ptr + tl.program_id(2).to(tl.int64) * stride_h_part + token[:, None] * stride_h_row
+    x_rows = x_ptr + token.to(tl.int64)[:, None] * stride_x_row
+    h_rows = h_ptr + tl.program_id(2) * stride_h_part + token[:, None] * stride_h_row
     first_part = tl.program_id(2) * parts_per_program
     for first_rank in range(0, rank, BLOCK_R):
         j = first_rank + tl.arange(0, BLOCK_R)
@@ -232,7 +229,7 @@ def _expand_kernel(
     rank = tl.load(ranks_ptr + adapter * num_slices + slice_index)
     if rank == 0:
         return
-    token, live = _chunk_rows(chunk, order_ptr, chunk_start_ptr, chunk_len_ptr, stride_y_row, MATVEC, BLOCK_M)
+    token, live = _chunk_rows(chunk, order_ptr, chunk_start_ptr, chunk_len_ptr, MATVEC, BLOCK_M)
     n = slice_start + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = n < slice_end
     h_rows = h_ptr + token[:, None] * stride_h_row + slice_index * stride_h_slice
@@ -248,7 +245,7 @@ def _expand_kernel(
             b_ptr + rows[:, None] * stride_b_row + n[None, :], mask=(j < rank)[:, None] & columns[None, :], other=0.0
         )
         acc = tl.dot(h.to(b.dtype), b, acc, input_precision="ieee")
-    y_tile = y_ptr + token[:, None] * stride_y_row + n[None, :]
+    y_tile = y_ptr + token.to(tl.int64)[:, None] * stride_y_row + n[None, :]
     y_mask = live[:, None] & columns[None, :]
     y = tl.load(y_tile, mask=y_mask, other=0.0).to(tl.float32)
     tl.store(y_tile, (y + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
@@ -290,9 +287,11 @@ def lora(y: Tensor, x: Tensor, layer: LoraLayer, plan: LoraPlan) -> None:
     num_slices = layer.a.shape[1]
     tile = _tile(plan.chunk_rows)
     num_parts, part_features = _parts(in_features)
-    parts_in_grid = num_parts if plan.num_chunks * num_slices < PROGRAMS_WANTED else 1
+    spread = plan.chunk_rows < CHUNK_ROWS[-1] and plan.num_chunks * num_slices < PROGRAMS_WANTED
+    parts_in_grid = num_parts if spread else 1
     padded_rank = triton.cdiv(tables.max_rank, BLOCK_RANK) * BLOCK_RANK
     h = torch.empty((parts_in_grid, num_tokens, num_slices, padded_rank), dtype=torch.float32, device=x.device)
+    check(h.numel() < 2**31, f"x: {num_tokens} rows of rank {tables.max_rank} exceed 32-bit offsets")
     chunks = (plan.order, plan.chunk_adapter, plan.chunk_start, plan.chunk_len, tables.row_table, tables.ranks)
     _shrink_kernel[(plan.num_chunks, num_slices, parts_in_grid)](
         x,
@@ -318,7 +317,7 @@ def lora(y: Tensor, x: Tensor, layer: LoraLayer, plan: LoraPlan) -> None:
     )
     ends = [*layer.slice_offsets[1:], *[layer.slice_offsets[-1]] * (MAX_SLICES - num_slices)]
     num_tiles = sum(
-        triton.cdiv(hi - lo, tile.block_n) for lo, hi in zip(layer.slice_offsets, layer.slice_offsets[1:], strict=False)
+        triton.cdiv(hi - lo, BLOCK_N) for lo, hi in zip(layer.slice_offsets, layer.slice_offsets[1:], strict=False)
     )
     _expand_kernel[(plan.num_chunks, num_tiles)](
         y,
@@ -336,7 +335,7 @@ def lora(y: Tensor, x: Tensor, layer: LoraLayer, plan: LoraPlan) -> None:
         MATVEC=plan.chunk_rows == 1,
         NUM_PARTS=parts_in_grid,
         BLOCK_M=tile.rows,
-        BLOCK_N=tile.block_n,
+        BLOCK_N=BLOCK_N,
         BLOCK_RANK=BLOCK_RANK,
         num_warps=tile.num_warps,
         num_stages=pipeline_stages(EXPAND_STAGES, x.dtype),
@@ -345,14 +344,11 @@ def lora(y: Tensor, x: Tensor, layer: LoraLayer, plan: LoraPlan) -> None:
 
 def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
     """Both regimes of every group of the model, parts in the grid (decode) and in the program (prefill)."""
-    index_types = {
-        name: "*i32"
-        for name in ("order_ptr", "chunk_adapter_ptr", "chunk_start_ptr", "chunk_len_ptr", "row_table_ptr", "ranks_ptr")
-    }
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    indices = ("order_ptr", "chunk_adapter_ptr", "chunk_start_ptr", "chunk_len_ptr", "row_table_ptr", "ranks_ptr")
+    index_types = dict.fromkeys(indices, "*i32")
     cases = []
     free = ("num_slices", "parts_per_program", "stride_table_row")
-    for chunk_rows, max_rank in ((1, 16), (1, 64), (16, 16), (32, 32), (64, 64), (128, 64)):
+    for chunk_rows, max_rank in ((rows, rank) for rows in CHUNK_ROWS for rank in (16, 64)):
         tile = _tile(chunk_rows)
         cases.append(
             CompileCase(
@@ -366,14 +362,14 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
                     "BLOCK_K": BLOCK_K,
                 },
                 tile.num_warps,
-                pipeline_stages(tile.shrink_stages, torch_dtype),
+                pipeline_stages(tile.shrink_stages, torch.float16),
                 tensor_core=True,
                 wide_loads=True,
                 unaligned=free,
             )
         )
     num_parts = {_parts(in_features)[0] for in_features, _ in shape.lora_groups.values()}
-    forms = {(rows, 1) for rows in (1, 16, 32, 64, 128)} | {(rows, parts) for rows in (1, 32) for parts in num_parts}
+    forms = {(rows, 1) for rows in CHUNK_ROWS} | {(rows, parts) for rows in CHUNK_ROWS[:-1] for parts in num_parts}
     for chunk_rows, parts in sorted(forms):
         tile = _tile(chunk_rows)
         cases.append(
@@ -385,11 +381,11 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
                     "MATVEC": chunk_rows == 1,
                     "NUM_PARTS": parts,
                     "BLOCK_M": tile.rows,
-                    "BLOCK_N": tile.block_n,
+                    "BLOCK_N": BLOCK_N,
                     "BLOCK_RANK": BLOCK_RANK,
                 },
                 tile.num_warps,
-                pipeline_stages(EXPAND_STAGES, torch_dtype),
+                pipeline_stages(EXPAND_STAGES, torch.float16),
                 tensor_core=True,
                 wide_loads=True,
                 unaligned=free,

@@ -21,7 +21,7 @@ from kernels.compile_case import CompileCase, ModelShape
 from kernels.layouts import check, check_index
 
 BLOCK_TOKENS = 32
-BLOCK_OTHERS = 256
+BLOCK_OTHERS = 128
 BLOCK_SCAN = 1024
 
 

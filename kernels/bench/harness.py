@@ -70,4 +70,5 @@ def median_s(launch: Callable[[], object], repeats: int = 30) -> float:
         launch()
         end.record()
     torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2] / 1e3
+    milliseconds: list[float] = sorted(start.elapsed_time(end) for start, end in events)
+    return milliseconds[repeats // 2] / 1e3
