@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import linear
 
 from kernels.activation import act_mul
 from kernels.kv_append import kv_append
@@ -35,7 +35,7 @@ class TritonOps:
         return PackedLinear(weight, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        return F.linear(x, packed.weight, packed.bias)
+        return linear(x, packed.weight, packed.bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
