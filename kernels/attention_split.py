@@ -10,6 +10,7 @@ row does not see add exact zeros.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -137,31 +138,38 @@ def num_stages(head_dim: int, element_size: int) -> int:
 
 
 def split_cases(
-    name: str, kernel: Any, shape: ModelShape, dtype: str, rows: int, num_warps: int, extra: dict[str, Any]
+    name: str,
+    kernel: Any,
+    shape: ModelShape,
+    dtype: str,
+    tile: Callable[[bool], tuple[int, int]],
+    extra: dict[str, Any],
 ) -> list[CompileCase]:
-    """Every storage; and plain storage with sliding window and soft cap."""
+    """Every storage; and plain storage with sliding window and soft cap. `tile(scaled storage)` is rows and warps."""
     pointer = f"*{dtype}"
+    label = f"{name} H={shape.num_heads} G={shape.num_kv_heads} D={shape.head_dim}"
     cases = []
     for pages, options in [(pointer, False), *((pages, False) for pages in STORAGE_TYPES), (pointer, True)]:
-        scales = pointer if pages == pointer else "*fp32"
+        scaled = pages in STORAGE_TYPES
+        rows, num_warps = tile(scaled)
+        scales = "*fp32" if scaled else pointer
         types = {"q_ptr": pointer, "out_ptr": pointer, "values_ptr": "*fp32", "stats_ptr": "*fp32"}
         types |= {"k_pages_ptr": pages, "v_pages_ptr": pages, "k_scales_ptr": scales, "v_scales_ptr": scales}
         types |= dict.fromkeys(("page_table_ptr", "query_indptr_ptr", "context_lens_ptr"), "*i32")
         types |= {"scale": "fp32", "soft_cap": "fp32"}
-        label = f"{name} H={shape.num_heads} G={shape.num_kv_heads} D={shape.head_dim}"
+        special = constexprs(shape.num_heads, shape.num_kv_heads, shape.head_dim, rows, options, options)
         cases.append(
             CompileCase(
                 label=f"{label} from {STORAGE_TYPES.get(pages, dtype)}{' window cap' if options else ''}",
                 kernel=kernel,
                 types=types,
-                constexprs=constexprs(shape.num_heads, shape.num_kv_heads, shape.head_dim, rows, options, options)
-                | extra,
+                constexprs=special | extra,
                 num_warps=num_warps,
-                num_stages=num_stages(shape.head_dim, 2 if pages == pointer else 1),
+                num_stages=num_stages(shape.head_dim, 1 if scaled else 2),
                 tensor_core=True,
                 wide_loads=True,
-                # Table rows and the request count are whatever they are.
-                unaligned=("num_requests", "stride_page_table_row"),
+                # Table rows, the request count and the window are whatever they are.
+                unaligned=("num_requests", "stride_page_table_row", "window"),
             )
         )
     return cases

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels.kv_storage import kernel_arguments
 from kernels.layouts import Batch, KVLayer, check, check_index
 from kernels.paged_decode import decode
-from kernels.paged_prefill import ROWS, prefill
+from kernels.paged_prefill import MAX_GROUP, prefill
 
 _MAX_HEAD_DIM = 256
 
@@ -28,7 +28,8 @@ def paged_attention(
     check(q.dim() == 3 and q.shape[2] == head_dim, f"q: shape {tuple(q.shape)}, want [T, H, {head_dim}]")
     check(q.stride(2) == 1 and q.stride(1) == head_dim, "q: a row's heads must be contiguous")
     check(q.shape[1] % num_kv_heads == 0, f"q: {q.shape[1]} heads over {num_kv_heads} K/V heads")
-    check(q.shape[1] // num_kv_heads <= ROWS, f"q: {q.shape[1] // num_kv_heads} heads per K/V head, at most {ROWS}")
+    group = q.shape[1] // num_kv_heads
+    check(group <= MAX_GROUP, f"q: {group} heads per K/V head, at most {MAX_GROUP}")
     check(head_dim <= _MAX_HEAD_DIM, f"k_pages: head size {head_dim}, at most {_MAX_HEAD_DIM}")
     check(kv.k_scales is not None or kv.k_pages.dtype == q.dtype, f"k_pages: {kv.k_pages.dtype}, but q: {q.dtype}")
     check(window is None or window > 0, f"window: {window}, want at least 1")

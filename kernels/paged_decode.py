@@ -231,4 +231,7 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
     )
     rows = _rows(shape.num_heads // shape.num_kv_heads)
     extra = {"SINGLE": False}
-    return [*attention_split.split_cases("decode", _decode_kernel, shape, dtype, rows, _NUM_WARPS, extra), combine]
+    return [
+        *attention_split.split_cases("decode", _decode_kernel, shape, dtype, lambda _: (rows, _NUM_WARPS), extra),
+        combine,
+    ]

@@ -1,6 +1,6 @@
 """Prefill attention: chunks of two tokens and more over pages, with prior context.
 
-One program takes ROWS (query, head) pairs that share a K/V head, so K and V are read once per group and tile.
+One program takes (query, head) pairs that share a K/V head, so K and V are read once per group and tile.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from kernels.attention_split import attend, constexprs, merge, normalise, num_st
 from kernels.compile_case import CompileCase, ModelShape
 from kernels.layouts import Batch
 
-ROWS = 64
-_NUM_WARPS = 8  # two running softmaxes of 64 rows in registers
+MAX_GROUP = 32  # rows of the smaller tile
 _LEAST_REQUESTS = 16  # fewer are compiled for as many
 
 
@@ -120,7 +119,8 @@ def prefill(
 ) -> None:
     """Fill the rows of `out` [T, H, D] of requests of two tokens and more. Arguments checked by paged_attention."""
     num_heads, num_kv_heads, head_dim = q.shape[1], pages[0].shape[1], q.shape[2]
-    tiles = q.shape[0] // (ROWS // (num_heads // num_kv_heads)) + batch.num_requests
+    rows, num_warps = _tile(pages[0].element_size() == 1)
+    tiles = q.shape[0] // (rows // (num_heads // num_kv_heads)) + batch.num_requests
     _prefill_kernel[(tiles, num_kv_heads)](
         q,
         *pages,
@@ -135,13 +135,17 @@ def prefill(
         q.stride(0),
         batch.page_table.stride(0),
         REQUESTS=max(_LEAST_REQUESTS, triton.next_power_of_2(batch.num_requests)),
-        **constexprs(num_heads, num_kv_heads, head_dim, ROWS, window is not None, soft_cap is not None),
-        num_warps=_NUM_WARPS,
+        **constexprs(num_heads, num_kv_heads, head_dim, rows, window is not None, soft_cap is not None),
+        num_warps=num_warps,
         num_stages=num_stages(head_dim, pages[0].element_size()),
     )
 
 
+def _tile(scaled: bool) -> tuple[int, int]:
+    """Rows and warps of a program. Widening scaled K and V takes registers: their tile is half as high, and even so
+    not taken by Hopper's warp-group product; as many rows as for plain storage would spill on gfx942."""
+    return (32, 4) if scaled else (64, 8)
+
+
 def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
-    return attention_split.split_cases(
-        "prefill", _prefill_kernel, shape, dtype, ROWS, _NUM_WARPS, {"REQUESTS": _LEAST_REQUESTS}
-    )
+    return attention_split.split_cases("prefill", _prefill_kernel, shape, dtype, _tile, {"REQUESTS": _LEAST_REQUESTS})
