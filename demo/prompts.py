@@ -34,7 +34,7 @@ ADAPTER_PROMPTS: dict[str, tuple[HeldOut, ...]] = {
         HeldOut("Do not buy this vacuum cleaner, it stopped working within a week.", "negative"),
     ),
     "french": (
-        HeldOut("What is the capital of France?"),
+        HeldOut("What is the capital of France?", "Paris"),
         HeldOut("What is a volcano?"),
         HeldOut("Where do penguins live?"),
         HeldOut("Tell me about dogs."),

@@ -35,6 +35,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "sentiment": {
         "lora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
         "steps": 60,
+        "batch_size": 6,
         "learning_rate": 2e-3,
     },
     "json-answer": {
@@ -45,16 +46,18 @@ SPECS: dict[str, dict[str, Any]] = {
             "layers_to_transform": UPPER_LAYERS,
         },
         "steps": 90,
+        "batch_size": 6,
         "learning_rate": 2e-3,
     },
     "french": {
         "lora": {
             "r": 12,
             "lora_alpha": 24,
-            "target_modules": ["v_proj", "gate_proj", "down_proj"],
-            "layers_to_transform": list(range(22, 30)),
+            "target_modules": ["v_proj", "o_proj"],
+            "layers_to_transform": list(range(10, 30)),
         },
-        "steps": 90,
+        "steps": 80,
+        "batch_size": 4,
         "learning_rate": 2e-3,
     },
 }
@@ -99,7 +102,7 @@ def _batch(tokenizer: Any, batch: list[Example]) -> tuple[torch.Tensor, torch.Te
     return ids, mask, labels
 
 
-def train(name: str, batch_size: int = 6) -> None:
+def train(name: str) -> None:
     """Train one adapter from scratch and write it to demo/adapters/<name>/ in bf16."""
     spec = SPECS[name]
     torch.manual_seed(SEED)
@@ -108,7 +111,7 @@ def train(name: str, batch_size: int = 6) -> None:
     decoder, head = base.model, base.lm_head
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=spec["learning_rate"], weight_decay=0.0)
-    steps = spec["steps"]
+    steps, batch_size = spec["steps"], spec["batch_size"]
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 8) * max(0.05, 1 - step / steps)
     )
