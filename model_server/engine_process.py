@@ -51,6 +51,7 @@ def main(config: Config, pipe: Connection) -> None:
         memory=Memory(config.kv_bytes, config.adapter_bytes, config.max_adapters, config.max_rank),
         progress=lambda done, total: pipe.send([messages.Loading(done, total)]),
         logits_dir=config.logits_dir,
+        graph_batch=config.max_running if config.device == "cuda" else 0,
     )
     info = runner.info
     loader = AdapterLoader(files.config, dtype, info.max_rank, lambda ref, result: inbox.put(_Loaded(ref, result)))

@@ -10,15 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.layouts import PAGE_SIZE, KVLayer, LoraLayer, LoraTables
+from kernels.layouts import PAGE_SIZE, Batch, KVLayer, LoraLayer, LoraTables
 from kernels.ops import Ops
 from model_server import batch_tensors
 from model_server.adapter_loader import GroupWeights
+from model_server.decode_graphs import DecodeGraphs
 from model_server.model_config import ModelConfig
 from model_server.models.llama import LlamaModel, LoraLayers, lora_groups
 from model_server.runner import Chunk, RunnerInfo, Sampled, StepResult
 from model_server.sampler import Sampler, SamplingOps, with_logprobs
 from model_server.weights import ModelFiles
+
+_SMALLEST_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,6 @@ class _Bank:
         self._row_table = torch.full((max_adapters, max_rank), -1, dtype=torch.int32, device=device)
         self._ranks = torch.zeros(max_adapters, num_slices, dtype=torch.int32, device=device)
         self._offsets = (0, *np.cumsum(out_features).tolist())
-        self._tables = LoraTables(self._row_table, self._ranks, max_rank)
 
     def write(self, adapter_index: int, rows: Sequence[int], weights: GroupWeights | None) -> None:
         self._row_table[adapter_index] = -1
@@ -71,8 +73,10 @@ class _Bank:
         self._row_table[adapter_index, : len(rows)] = index.to(torch.int32)
         self._ranks[adapter_index] = torch.tensor(weights.ranks, dtype=torch.int32, device=self._ranks.device)
 
-    def layer(self, layer: int) -> LoraLayer:
-        return LoraLayer(self._a[layer], self._b[layer], self._offsets, self._tables)
+    def layer(self, layer: int, max_rank: int) -> LoraLayer:
+        """`max_rank`: at least the largest rank among the adapters in use."""
+        tables = LoraTables(self._row_table, self._ranks, max_rank)
+        return LoraLayer(self._a[layer], self._b[layer], self._offsets, tables)
 
 
 class TorchRunner:
@@ -87,9 +91,11 @@ class TorchRunner:
         memory: Memory,
         progress: Callable[[int, int], None] | None = None,
         logits_dir: Path | None = None,
+        graph_batch: int = 0,
     ) -> None:
         """`progress(done, total)` counts weight tensors. `logits_dir`: every sampled row's logits are appended to
-        `<request id>.f32` there, for debugging and for tests that compare them."""
+        `<request id>.f32` there, for debugging and for tests that compare them. `graph_batch`: decode batches of up to
+        so many requests run as captured graphs (decode_graphs.py); 0: none do."""
         config = files.config
         self._ops = ops
         self._device = device
@@ -110,10 +116,12 @@ class TorchRunner:
             )
             for group, (in_features, slices) in groups.items()
         }  # fmt: skip
-        self._lora = [
-            LoraLayers(**{group: bank.layer(layer) for group, bank in self._banks.items()})
-            for layer in range(config.num_layers)
-        ]
+        self._num_layers = config.num_layers
+        self._max_rank = 0
+        self._lora: list[LoraLayers] = []
+        self._set_max_rank(_SMALLEST_RANK)
+        context_length = min(config.context_length, num_pages * PAGE_SIZE)
+        self._graphs = DecodeGraphs(self._forward, graph_batch, context_length, device) if graph_batch else None
         self._info = RunnerInfo(
             model_name=config.name,
             num_pages=num_pages,
@@ -121,7 +129,7 @@ class TorchRunner:
             num_rank_rows=dict.fromkeys(groups, num_rows),
             max_adapters=memory.max_adapters,
             max_rank=max_rank,
-            context_length=min(config.context_length, num_pages * PAGE_SIZE),
+            context_length=context_length,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
         )
@@ -141,12 +149,25 @@ class TorchRunner:
     ) -> None:
         for group, bank in self._banks.items():
             bank.write(adapter_index, rank_rows.get(group, ()), weights.get(group))
+        largest = max((len(rows) for rows in rank_rows.values()), default=0)
+        if largest > self._max_rank:
+            self._set_max_rank(largest)
+
+    def _set_max_rank(self, rank: int) -> None:
+        """Kernels choose tiles by the largest rank seen so far, in powers of two: few values, few graphs."""
+        self._max_rank = 1 << (rank - 1).bit_length()
+        self._lora = [
+            LoraLayers(**{group: bank.layer(layer, self._max_rank) for group, bank in self._banks.items()})
+            for layer in range(self._num_layers)
+        ]
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
         step = batch_tensors.build(chunks, PAGE_SIZE, self._device)
-        self._ops.plan(step.batch)
-        logits = self._model.forward(step.token_ids, step.batch, self._kv, self._lora, step.logit_rows)
+        if self._graphs is not None and self._graphs.takes(step):
+            logits = self._graphs.run(step, self._max_rank)
+        else:
+            logits = self._forward(step.token_ids, step.batch, step.logit_rows)
         sampling = [chunk.request for chunk in chunks if chunk.samples]
         scored = _score(logits[len(sampling) :], chunks)
         if not sampling:
@@ -156,6 +177,10 @@ class TorchRunner:
             self._dump(logits, [request.request_id for request in sampling])
         sampled = iter(self._sampler.sample(logits, sampling))
         return StepResult([next(sampled) if chunk.samples else None for chunk in chunks], scored)
+
+    def _forward(self, token_ids: Tensor, batch: Batch, logit_rows: Tensor) -> Tensor:
+        self._ops.plan(batch)
+        return self._model.forward(token_ids, batch, self._kv, self._lora, logit_rows)
 
     def _dump(self, logits: Tensor, request_ids: Sequence[str]) -> None:
         assert self._logits_dir is not None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from model_server.model_config import ModelConfig
 from model_server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The word for the small model that a package of the registry carries, so that a first run needs no download of weights.
 SMOLLM2 = "smollm2"

@@ -6,16 +6,17 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
-import torch
-from torch import Tensor
 
 from model_server.model_config import ModelConfig
 from model_server.tokenizer import Tokenizer
 from model_server.weights.gguf_tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TYPES = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"})
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -66,6 +67,8 @@ class GgufFile:
         return build_tokenizer(self._metadata)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        import torch  # only who reads weights needs it: the serving process takes the tokenizer and stays without
+
         permuted = self._metadata["general.architecture"] == "llama"
         for name, stored in self._tensors.items():
             values = np.array(gguf.dequantize(stored.data, stored.tensor_type), dtype=np.float32)

@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from model_server.model_config import ModelConfig
 from model_server.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

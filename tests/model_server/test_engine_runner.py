@@ -1,0 +1,182 @@
+"""Engine and runner together on every backend: mixed adapters, chunked prefill, preemption, prefix reuse, padded graph
+buckets. Every request's tokens are those PEFT gives it alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from kernels.cpu.ops import CpuOps
+from kernels.ops import Ops
+from kernels.reference.ops import ReferenceOps
+from kernels.triton_ops import TritonOps
+from model_server.weights.huggingface import HuggingFaceDirectory
+from tests.model_server.local_engine import LocalEngine
+from tests.model_server.tiny import ADAPTERS, VOCAB, TinyModel
+
+MAX_TOKENS = 64
+BACKENDS: dict[str, Callable[[], Ops]] = {
+    "reference": ReferenceOps,
+    "cpu": CpuOps,
+    "triton": lambda: TritonOps(MAX_TOKENS, "cpu"),
+}
+TARGETS = (None, *ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def files(tiny: TinyModel) -> HuggingFaceDirectory:
+    return HuggingFaceDirectory(tiny.directory)
+
+
+def prompt(random: Random, length: int) -> list[int]:
+    return [random.randrange(VOCAB) for _ in range(length)]
+
+
+def engine(files: HuggingFaceDirectory, tiny: TinyModel, backend: str = "cpu", **options: object) -> LocalEngine:
+    limits = {"max_batch_tokens": MAX_TOKENS, "max_running": 8, "max_prefill_tokens": 32} | options
+    return LocalEngine(files, BACKENDS[backend](), tiny.adapters, **limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mixed_chunked_preempted_equals_alone(tiny: TinyModel, files: HuggingFaceDirectory, backend: str) -> None:
+    # Seven pages for requests that come to need three each; chunks of five; a bank that holds two adapters at a time.
+    local = engine(
+        files,
+        tiny,
+        backend,
+        num_pages=7,
+        max_prefill_tokens=5,
+        rank_rows=20,
+        graph_batch=8 if backend == "triton" else 0,
+    )
+    random = Random(0)
+    asked = [(target, prompt(random, length)) for target, length in zip(TARGETS, (17, 30, 9, 16, 15), strict=True)]
+    keys = [local.submit(ids, 24, target) for target, ids in asked]
+    local.run()
+    for key, (target, ids) in zip(keys, asked, strict=True):
+        assert local.tokens[key] == tiny.greedy(target, ids, 24), target
+    assert local.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 15, 16, 17, 32])
+def test_every_chunk_size(tiny: TinyModel, files: HuggingFaceDirectory, chunk: int) -> None:
+    local = engine(files, tiny, max_prefill_tokens=chunk)
+    random = Random(chunk)
+    asked = [(target, prompt(random, random.randrange(1, 40))) for target in TARGETS]
+    keys = [local.submit(ids, 6, target) for target, ids in asked]
+    local.run()
+    assert [local.tokens[key] for key in keys] == [tiny.greedy(target, ids, 6) for target, ids in asked]
+
+
+def test_preemption_at_every_step(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    """SCH-01: the sampled but not yet fed token is replayed once; penalties and seeds come out the same."""
+    first, second = prompt(Random(3), 20), prompt(Random(4), 18)
+    options = {"temperature": 0.9, "seed": 5, "frequency_penalty": 0.7, "repetition_penalty": 1.2}
+    quiet = engine(files, tiny)
+    keys = [quiet.submit(first, 16, "qv3", **options), quiet.submit(second, 16, "all8", **options)]
+    quiet.run()
+    for step in range(1, 16):
+        local = engine(files, tiny, prefix_cache=step % 2 == 0)
+        again = [local.submit(first, 16, "qv3", **options), local.submit(second, 16, "all8", **options)]
+        for _ in range(step):
+            local.engine.step()
+        scheduler = local.engine.scheduler
+        plan = scheduler.schedule(0.0)  # its chunks are not run: what counts is that the request loses its pages
+        if plan.chunks:
+            scheduler._preempt(plan.chunks[-1].request, plan)
+        local.run()
+        assert [local.tokens[k] for k in again] == [quiet.tokens[k] for k in keys], step
+
+
+def test_prefix_reuse_stays_within_an_adapter(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    """KVC-01, KVC-05: the same prompt on A, B, base and A again; hits only where the adapter is the same."""
+    local = engine(files, tiny, num_pages=64)
+    ids = prompt(Random(1), 50)
+    for target, cached in (("all8", 0), ("qv3", 0), (None, 0), ("all8", 48), (None, 48)):
+        key = local.submit(ids, 5, target)
+        local.run()
+        assert local.tokens[key] == tiny.greedy(target, ids, 5)
+        assert local.cached[key] == cached
+
+
+@pytest.mark.parametrize("module", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_every_module_matters(tiny: TinyModel, module: str) -> None:
+    """KER-15: what the comparison with PEFT above rests on is that no module's part could be left out unseen."""
+    ids = prompt(Random(2), 12)
+    base = tiny.logits(None, ids)
+    names = [name for name, config in ADAPTERS.items() if module in config["target_modules"]]
+    assert names
+    for name in names:
+        assert (tiny.logits(name, ids) - base).abs().max() > 0.05
+
+
+def test_prompt_log_probabilities(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    """KVC-09: two overlapping prompts, chunked, in both orders, with a warm prefix cache: the same, and the model's own."""
+    shared = prompt(Random(5), 33)
+    longer = [*shared, *prompt(Random(6), 8)]
+    for order in ((shared, longer), (longer, shared)):
+        local = engine(files, tiny, max_prefill_tokens=7)
+        for ids in order:
+            key = local.submit(ids, 3, "all8", prompt_logprobs=2, logprobs=1)
+            local.run()
+            logprobs = torch.log_softmax(tiny.logits("all8", [*ids, *local.tokens[key]]), dim=-1)
+            scores = local.prompt_scores[key]
+            assert [s.token_id for s in scores] == ids[1:]
+            for position, score in enumerate(scores):
+                row = logprobs[position]
+                assert math.isclose(score.logprob, float(row[ids[position + 1]]), abs_tol=1e-4)
+                assert [t for t, _ in score.top] == row.topk(2).indices.tolist()
+            for offset, sampled in enumerate(local.logprobs[key]):
+                row = logprobs[len(ids) - 1 + offset]
+                assert math.isclose(sampled.logprob, float(row[sampled.token_id]), abs_tol=1e-4)
+
+
+def test_seeded_sampling_alone_and_in_a_batch(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    """SAM-01, SAM-13, SAM-17: a row's draw does not depend on neighbours, whatever those ask for."""
+    ids = prompt(Random(7), 10)
+    options = {"temperature": 1.1, "seed": 42, "top_p": 0.9}
+    alone = engine(files, tiny)
+    key = alone.submit(ids, 12, "qv3", **options)
+    alone.run()
+    crowd = engine(files, tiny)
+    crowd.submit(prompt(Random(8), 21), 9, None, temperature=2.0, top_k=3, seed=1)
+    same = crowd.submit(ids, 12, "qv3", **options)
+    greedy = crowd.submit(ids, 12, "all8")
+    crowd.submit(ids, 5, None, frequency_penalty=1.05, logit_bias=((3, 5.0),), logprobs=4, min_tokens=2)
+    crowd.run()
+    assert crowd.tokens[same] == alone.tokens[key]
+    assert crowd.tokens[greedy] == tiny.greedy("all8", ids, 12)
+
+
+def test_adapters_rotate_through_a_small_bank(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    """LIF-15, LIF-11, KER-07: more adapters than the bank holds, base traffic beside them, a larger rank after a small."""
+    local = engine(files, tiny, rank_rows=12, max_adapters=1)
+    random = Random(9)
+    asked = [(target, prompt(random, 11)) for target in ("qv3", "mlp12", None, "all8", "q4", "qv3", None)]
+    keys = [local.submit(ids, 4, target) for target, ids in asked]
+    local.run()
+    assert [local.tokens[key] for key in keys] == [tiny.greedy(target, ids, 4) for target, ids in asked]
+    assert local.engine.scheduler.bank.num_evictions >= 3
+
+
+def test_the_base_never_changes(tiny: TinyModel, files: HuggingFaceDirectory, tmp_path: Path) -> None:
+    local = engine(files, tiny)
+    ids = prompt(Random(10), 9)
+    before = local.submit(ids, 8)
+    local.run()
+    for target in ADAPTERS:
+        local.submit(ids, 4, target)
+    local.run()
+    after = local.submit(ids, 8, min_tokens=0)
+    local.run()
+    assert local.tokens[before] == local.tokens[after] == tiny.greedy(None, ids, 8)
