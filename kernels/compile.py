@@ -1,8 +1,8 @@
 """`python -m kernels.compile [word ...]`: compile every kernel for GPUs that need not be here, and read the machine code.
 
 Each kernel module's `compile_cases` says which specialisations its launchers ask for at the shapes of MODEL_SHAPES, and
-whether matrix instructions and 16-byte loads are intended. Exits with 1 on a spill, on a missing matrix instruction or on
-missing wide loads. Without words everything is compiled and kernels/COMPILED.md is written; with words, only the lines that
+whether matrix instructions and 16-byte loads are intended. Exits with 1 where one is missing, on a spill and on more shared
+memory than the device has. Without words everything is compiled and kernels/COMPILED.md is written; with words, only the lines that
 hold them all, printed only. CUDA machine code is read with the tools in Triton's wheel, AMD's from the assembly.
 """
 
@@ -34,6 +34,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}  # bytes per program
 DTYPES = ("bf16", "fp16")
 TABLE = Path(__file__).with_name("COMPILED.md")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -45,6 +46,7 @@ HIP_WIDE = re.compile(r"\b(?:global|buffer)_load_dwordx4\b")
 
 @dataclass(frozen=True, slots=True)
 class Report:
+    target: str
     registers: int
     shared_bytes: int
     spills: int  # CUDA: bytes of stack per thread; AMD: spilled registers
@@ -53,6 +55,8 @@ class Report:
 
     def faults(self, case: CompileCase) -> list[str]:
         faults = [f"{self.spills} spilled"] if self.spills else []
+        if self.shared_bytes > SHARED_LIMIT[self.target]:
+            faults.append(f"{self.shared_bytes} bytes of shared memory, more than there are")
         if case.tensor_core and not self.matrix:
             faults.append("no matrix instruction")
         if case.wide_loads and not self.wide:
@@ -82,7 +86,7 @@ def collect() -> dict[tuple[str, str], tuple[CompileCase, tuple[str, ...]]]:
     return found
 
 
-def read_cuda(cubin: bytes, shared_bytes: int) -> Report:
+def read_cuda(target: str, cubin: bytes, shared_bytes: int) -> Report:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -91,6 +95,7 @@ def read_cuda(cubin: bytes, shared_bytes: int) -> Report:
     usage = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
     matrix = CUDA_MATRIX.search(text)
     return Report(
+        target=target,
         registers=int(usage["REG"]),
         shared_bytes=shared_bytes,
         spills=int(usage["STACK"]) + int(usage["LOCAL"]),
@@ -99,10 +104,11 @@ def read_cuda(cubin: bytes, shared_bytes: int) -> Report:
     )
 
 
-def read_hip(assembly: str, shared_bytes: int) -> Report:
+def read_hip(target: str, assembly: str, shared_bytes: int) -> Report:
     counts = {name: int(count) for name, count in re.findall(r"\.(\w+_count): +(\d+)", assembly)}
     matrix = HIP_MATRIX.search(assembly)
     return Report(
+        target=target,
         registers=counts["vgpr_count"],  # of 512, accumulation registers included
         shared_bytes=shared_bytes,
         spills=counts["vgpr_spill_count"] + counts["sgpr_spill_count"],
@@ -119,8 +125,8 @@ def compile_one(found_key: tuple[str, str], target_name: str) -> Report:
     options: dict[str, Any] = {"num_warps": case.num_warps, "num_stages": stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
-        return read_hip(compiled.asm["amdgcn"], compiled.metadata.shared)
-    return read_cuda(compiled.asm["cubin"], compiled.metadata.shared)
+        return read_hip(target_name, compiled.asm["amdgcn"], compiled.metadata.shared)
+    return read_cuda(target_name, compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def render(reports: dict[tuple[str, str], dict[str, Report]]) -> str:

@@ -40,7 +40,6 @@ PART_MIN = 512  # features per part of K, at least
 MAX_PARTS = 16
 MAX_SLICES = 3
 CHUNK_ROWS = (1, 16, 64, 128)  # the regimes; 1 is matvec. The largest leaves K's parts to one program
-EXPAND_STAGES = 3
 PROGRAMS_WANTED = 256  # about two per multiprocessor: below that, parts of K go to programs of their own
 
 
@@ -68,7 +67,12 @@ class _Tile:
 def _tile(chunk_rows: int) -> _Tile:
     if chunk_rows <= 16:
         return _Tile(16, 4, 4)
-    return _Tile(64, 4, 3) if chunk_rows <= 64 else _Tile(128, 8, 3)
+    return _Tile(64 if chunk_rows <= 64 else 128, 8, 3)
+
+
+def _expand_stages(tile: _Tile, parts: int) -> int:
+    """No pipeline where many rows meet many parts: each part's load would get its buffer, 68 KB at 16 parts."""
+    return 1 if tile.rows > 16 and parts > 1 else 3
 
 
 def _parts(in_features: int) -> tuple[int, int]:
@@ -338,7 +342,7 @@ def lora(y: Tensor, x: Tensor, layer: LoraLayer, plan: LoraPlan) -> None:
         BLOCK_N=BLOCK_N,
         BLOCK_RANK=BLOCK_RANK,
         num_warps=tile.num_warps,
-        num_stages=pipeline_stages(EXPAND_STAGES, x.dtype),
+        num_stages=pipeline_stages(_expand_stages(tile, parts_in_grid), x.dtype),
     )
 
 
@@ -385,7 +389,7 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
                     "BLOCK_RANK": BLOCK_RANK,
                 },
                 tile.num_warps,
-                pipeline_stages(EXPAND_STAGES, torch.float16),
+                pipeline_stages(_expand_stages(tile, parts), torch.float16),
                 tensor_core=True,
                 wide_loads=True,
                 unaligned=free,

@@ -18,12 +18,20 @@ AMD = """
 
 
 def test_faults_name_what_is_wrong() -> None:
-    assert Report(40, 0, 0, "HMMA", True).faults(CASE) == []
-    assert Report(255, 0, 8, "", False).faults(CASE) == ["8 spilled", "no matrix instruction", "no 16-byte loads"]
+    assert Report("sm_80", 40, 0, 0, "HMMA", True).faults(CASE) == []
+    assert Report("sm_80", 255, 0, 8, "", False).faults(CASE) == [
+        "8 spilled",
+        "no matrix instruction",
+        "no 16-byte loads",
+    ]
+    assert Report("gfx942", 40, 65536, 0, "mfma", True).faults(CASE) == []
+    assert Report("gfx942", 40, 65537, 0, "mfma", True).faults(CASE) == [
+        "65537 bytes of shared memory, more than there are"
+    ]
 
 
 def test_reads_amd_assembly() -> None:
-    assert read_hip(AMD, 1024) == Report(70, 1024, spills=2, matrix="mfma", wide=True)
+    assert read_hip("gfx942", AMD, 1024) == Report("gfx942", 70, 1024, spills=2, matrix="mfma", wide=True)
 
 
 def test_lora_groups_follow_the_head_counts() -> None:
