@@ -41,7 +41,9 @@ def demo_adapters() -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory, demo_adapters: dict[str, Path]) -> Iterator[Stack]:
     """The real stack on the demonstration model, one model server, the demonstration adapters published."""
-    with Stack(StackConfig(data_dir=tmp_path_factory.mktemp("stack"))) as stack:
+    # The engine verifies its books after every step, and dies if they are wrong.
+    settings = {"LORAMUX_MODEL_SERVER_CHECK_EVERY_STEP": "true"}
+    with Stack(StackConfig(data_dir=tmp_path_factory.mktemp("stack"), settings=settings)) as stack:
         with stack.client() as client:
             for adapter_id, directory in demo_adapters.items():
                 client.adapters.push(directory, adapter_id)
