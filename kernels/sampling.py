@@ -91,7 +91,7 @@ def _sample_kernel(
     choice = tl.min(tl.where(best == top, best_id, vocab), axis=0)  # the lowest id of equals
     tl.store(out_ptr + row, choice.to(tl.int64))
     temperature = tl.load(temperature_ptr + row)
-    if temperature == 0.0:
+    if (temperature == 0.0) | (top == float("-inf")):
         return
 
     for start in range(0, vocab, TILE):
@@ -131,8 +131,7 @@ def _sample_kernel(
     passed = (tl.cumsum(kept, axis=0) > target - before) & (kept > 0.0)
     first = tl.min(tl.where(passed, index, TILE), axis=0)
     last = tl.max(tl.where(kept > 0.0, index, -1), axis=0)
-    if last >= 0:  # or the row has no finite logit
-        tl.store(out_ptr + row, (chosen + tl.minimum(first, last)).to(tl.int64))
+    tl.store(out_ptr + row, (chosen + tl.minimum(first, last)).to(tl.int64))
 
 
 def sample(
