@@ -1,9 +1,10 @@
 """`python -m kernels.compile [word ...]`: compile every kernel for GPUs that need not be here, and read the machine code.
 
 Each kernel module's `compile_cases` says which specialisations its launchers ask for at the shapes of MODEL_SHAPES, and
-whether matrix instructions and 16-byte loads are intended. Exits with 1 where one is missing, on a spill and on more shared
-memory than the device has. Without words everything is compiled and kernels/COMPILED.md is written; with words, only the lines that
-hold them all, printed only. CUDA machine code is read with the tools in Triton's wheel, AMD's from the assembly.
+whether matrix instructions and 16-byte loads are intended. Exits with 1 where one is missing, on a spill and on more
+shared memory than the device has. Without words everything is compiled and kernels/COMPILED.md is written; with words,
+only the lines that hold them all, printed only. CUDA machine code is read with the tools in Triton's wheel, AMD's from
+the assembly.
 """
 
 from __future__ import annotations
