@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
-from kernels.compile_case import CompileCase, ModelShape
+from kernels.compile_case import HIP_STAGES, CompileCase, ModelShape
 from kernels.kv_storage import E4M3_FACTOR, STORAGE_TYPES, widen
 from kernels.layouts import PAGE_SIZE
 
@@ -132,9 +133,10 @@ def constexprs(
 
 
 def num_stages(head_dim: int, element_size: int) -> int:
-    """Tiles of K and V in flight: as many as shared memory takes, two at most."""
+    """Tiles of K and V in flight: as many as shared memory takes, three at most."""
     tile_bytes = 2 * KEYS * triton.next_power_of_2(head_dim) * element_size
-    return int(max(1, min(2, _STAGE_BYTES // tile_bytes)))
+    stages = max(1, min(3, _STAGE_BYTES // tile_bytes))
+    return min(stages, HIP_STAGES) if torch.version.hip else int(stages)
 
 
 def split_cases(
