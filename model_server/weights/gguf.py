@@ -13,6 +13,7 @@ import numpy as np
 
 from model_server.model_config import ModelConfig
 from model_server.tokenizer import Tokenizer
+from model_server.weights.gguf_reader import GgufReader
 from model_server.weights.gguf_tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class GgufFile:
     def __init__(self, path: Path, name: str) -> None:
         """Raises ValueError naming what is malformed or not supported in the file."""
         try:
-            reader = gguf.GGUFReader(path)
+            reader = GgufReader(path)
         except (ValueError, IndexError, KeyError, OverflowError) as error:
             raise ValueError(f"{path} is not a whole GGUF file: {error}") from error
         self._metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
