@@ -72,6 +72,7 @@ def main(config: Config, pipe: Connection) -> None:
         prefix_cache=config.prefix_cache,
         check_every_step=config.check_every_step,
     )
+    engine.step()  # nothing to compute, but a first status: until then every page would seem taken
     outbox.append(messages.Ready(info))
     try:
         _turn(engine, inbox, outbox, pipe)
