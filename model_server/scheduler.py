@@ -208,7 +208,7 @@ class Scheduler:
             budget -= self._chunk(request, budget, plan)
             for other in passed:
                 other.num_bypassed += 1
-            if not budget:
+            if not budget or any(other.num_bypassed >= self.limits.max_bypass for other in passed):
                 break
         if len(plan.preempted) > preempted_before:
             gone = set(plan.preempted)

@@ -1,0 +1,207 @@
+"""What the scheduler promises to each request, one property a test: bounds on waiting, fairness between tenants, limits."""
+
+from __future__ import annotations
+
+import pytest
+
+from model_server.request import Finish
+from model_server.scheduler import Limits
+from tests.simulation.world import User, World
+
+
+def finished(user: User) -> float:
+    assert user.ended is not None and user.ended.finish is Finish.LENGTH
+    assert user.ended_s is not None
+    return user.ended_s
+
+
+def test_decodes_are_not_stalled_by_a_long_prompt() -> None:
+    """A step never computes more than max_prefill_tokens of prompts beside its decodes."""
+    world = World(num_pages=256, max_prefill_tokens=16)
+    steady = world.submit(4, 60)
+    for _ in range(5):
+        world.step()
+    world.submit(800, 2)
+    seen = len(steady.tokens)
+    while len(steady.tokens) < 60:
+        world.step()
+        assert len(steady.tokens) == seen + 1, "a step without the decode"
+        seen += 1
+    world.run()
+    assert world.runner.max_step_tokens <= 16 + 2
+    world.check_answers()
+
+
+def test_high_priority_takes_the_only_seat_and_low_still_ends() -> None:
+    """SCH-05."""
+    world = World(max_running=1, ageing_s=1000)
+    low = world.submit(4, 50, priority=0)
+    for _ in range(10):
+        world.step()
+    high = world.submit(4, 5, priority=2)
+    world.run()
+    assert finished(high) < finished(low)
+    assert high.started_s is not None and high.started_s - high.submitted_s < 0.1
+    assert low.ended is not None and low.ended.num_preemptions == 1
+    world.check_answers()
+
+
+def test_equal_priorities_never_preempt_for_a_seat() -> None:
+    world = World(max_running=1)
+    users = [world.submit(4, 20), world.submit(4, 20)]
+    world.run()
+    assert world.engine.scheduler.num_preemptions == 0
+    assert finished(users[0]) < finished(users[1])
+
+
+def test_low_priority_ages_past_endless_high_traffic() -> None:
+    world = World(max_running=1, ageing_s=1.0)
+    low = world.submit(4, 4, priority=0)
+
+    def more() -> None:
+        if low.ended is None:
+            world.submit(4, 8, priority=2)
+            world.at(world.clock.now_s + 0.05, more)
+
+    more()
+    while low.ended is None:
+        assert world.step()
+    # Two classes up after 2 × ageing; then it is the oldest of its class, and no longer preempted.
+    assert finished(low) < 3.0
+
+
+def test_a_rare_adapter_starts_within_the_bypass_bound() -> None:
+    """SCH-09: one adapter at a time fits, an endless stream asks for the popular one."""
+    world = World(max_adapters=1, rank_rows=8, ranks={"a": 8, "b": 8}, max_bypass=3, max_running=4)
+    popular = [world.submit(4, 10, adapter="a") for _ in range(4)]
+    world.run()
+    assert all(finished(user) for user in popular)
+    rare = world.submit(4, 4, adapter="b")
+    admitted_before: list[User] = []
+
+    def more() -> None:
+        if rare.started_s is None:
+            admitted_before.append(world.submit(4, 10, adapter="a"))
+            world.at(world.clock.now_s + 0.02, more)
+
+    more()
+    while rare.started_s is None:
+        assert world.step()
+    # Those running when its weights came, those admitted while it was parked, and max_bypass more.
+    ready_s = rare.submitted_s + 2 * world.fetch_s
+    assert sum(user.started_s is not None and user.started_s > ready_s for user in admitted_before) <= 3
+    world.run()
+    world.check_answers()
+
+
+def test_a_big_request_is_passed_by_small_ones_but_not_for_ever() -> None:
+    """SCH-11."""
+    world = World(num_pages=20, page_size=4, max_bypass=5, max_running=8)
+    first = world.submit(20, 30)
+    for _ in range(3):
+        world.step()
+    big = world.submit(60, 10)
+    small = [world.submit(4, 4) for _ in range(50)]
+    world.run()
+    passed = [user for user in small if user.started_s < big.started_s]
+    assert 1 <= len(passed) <= 5
+    assert finished(first) and finished(big)
+    world.check_answers()
+
+
+def test_tenants_share_by_tokens_while_one_floods() -> None:
+    """Service between two busy tenants differs by at most what one batch of either holds."""
+    world = World(max_running=4, num_pages=256)
+    flood = [world.submit(16, 16, tenant="flood") for _ in range(60)]
+    polite = [world.submit(16, 16, tenant="polite") for _ in range(15)]
+    queue = world.engine.scheduler.waiting
+    worst = 0.0
+    while any(user.ended is None for user in polite):
+        world.step()
+        if any(user.started_s is None for user in polite):
+            worst = max(worst, abs(queue.service_of("flood") - queue.service_of("polite")))
+    one_request = 16 + 2 * 16
+    assert worst <= 4 * one_request
+    # Not all of the flood was served before the polite tenant, which came last.
+    assert sum(user.ended is None for user in flood) >= 60 - 15 - 4
+    world.run()
+    world.check_answers()
+
+
+def test_idleness_earns_no_credit() -> None:
+    world = World(max_running=2, num_pages=256)
+    for _ in range(20):
+        world.submit(16, 16, tenant="busy")
+    for _ in range(100):
+        world.step()
+    late = [world.submit(16, 16, tenant="late") for _ in range(20)]
+    waiting = [user for user in world.users.values() if user.tenant == "busy" and user.started_s is None]
+    assert waiting
+    world.run()
+    order = sorted((user.started_s, user.tenant) for user in [*late, *waiting])
+    first = [tenant for _, tenant in order[:8]]
+    assert 2 <= first.count("late") <= 6, "who comes late shares, and does not take everything"
+
+
+def test_the_last_page_is_not_fought_over() -> None:
+    """SCH-03: a request that fills the whole pool runs alone to its end, without preempting itself."""
+    world = World(num_pages=16, page_size=4, prefix_cache=False)
+    whole = world.submit(40, 24)
+    other = world.submit(10, 20)
+    world.run()
+    assert finished(whole) and finished(other)
+    assert whole.ended is not None and whole.ended.num_preemptions == 0
+    world.check_answers()
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch_tokens"):
+        Limits(page_size=4, context_length=64, max_batch_tokens=4, max_running=8)
+    with pytest.raises(ValueError, match="max_prefill_tokens"):
+        Limits(page_size=4, context_length=64, max_prefill_tokens=0)
+
+
+def test_a_cold_adapter_stalls_only_its_own_requests() -> None:
+    world = World(ranks={"cold": 4}, fetch_s=5.0)
+    warm = world.submit(4, 20)
+    cold = world.submit(4, 4, adapter="cold")
+    world.run()
+    assert finished(warm) < 1.0 < finished(cold)
+    assert cold.ended is not None and cold.ended.adapter_load_s >= 5.0
+
+
+def test_a_burst_for_one_cold_adapter_loads_it_once() -> None:
+    world = World(ranks={"cold": 4})
+    users = [world.submit(4, 4, adapter="cold") for _ in range(20)]
+    world.run()
+    assert all(finished(user) for user in users)
+    assert sum(world.num_loads.values()) == 1
+
+
+def test_cancelling_everything_at_any_step_leaves_nothing() -> None:
+    for step in range(12):
+        world = World(ranks={"a": 4, "b": 8}, seed=step)
+        users = [world.submit(9, 12, adapter=name) for name in (None, "a", "b", "a")]
+        for _ in range(step):
+            world.step()
+        for user in users:
+            if user.ended is None:
+                world.cancel(user)
+        assert not world.engine.scheduler.has_work
+        world.run()
+        world.check_answers()
+        assert all(user.ended is not None for user in users)
+
+
+def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    world = World(ranks={"cold": 4}, fetch_s=5.0, max_running=1)
+    running = world.submit(4, 200, deadline_s=0.5)
+    waiting = world.submit(4, 4, deadline_s=0.3)
+    parked = world.submit(4, 4, adapter="cold", deadline_s=0.4)
+    expired = world.submit(4, 4, deadline_s=-1.0)
+    world.run()
+    for user, latest_s in ((running, 0.52), (waiting, 0.32), (parked, 0.42), (expired, 0.02)):
+        assert user.ended is not None and user.ended.finish is Finish.DEADLINE
+        assert user.ended_s is not None and user.ended_s <= latest_s
+    assert not expired.tokens and not waiting.tokens
+    world.check_answers()
