@@ -22,7 +22,8 @@ class GgufReader(gguf.GGUFReader):  # type: ignore[misc]
             return parts
         count = int(self._get(orig_offs + 4, np.uint64)[0])
         data = np.asarray(self.data)
-        buffer, unpack = memoryview(data), _LENGTH[self.endianess].unpack_from
+        buffer: Any = data
+        unpack = _LENGTH[self.endianess].unpack_from
         strings: list[Any] = []
         offset = orig_offs + 12
         for _ in range(count):
