@@ -1,47 +1,94 @@
-"""`Ops` for CPUs: prepacked linears, attention over all decodes at once, LoRA per adapter; the rest as defined."""
+"""`Ops` for CPUs: native kernels where they are built and take the arguments, plain torch for the rest."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu import attention, lora
+from kernels.cpu import library
+from kernels.cpu.torch_ops import TorchCpuOps, prepacks
 from kernels.layouts import Batch, KVLayer, LoraLayer
-from kernels.reference.ops import ReferenceOps
 
-# oneDNN lays a weight out for a number of rows; this one costs decodes of 8 to 64 requests nothing and prefills little.
-_PACK_ROWS = 32
+# Up to this many rows the native product, which reads each weight once as it lies, beats oneDNN's.
+_FEW_ROWS = 8
+# oneDNN packs a copy; both are kept for this many bytes of weights, of the rest the packed one alone.
+_BOTH_LAYOUTS_BYTES = 4 * 2**30
+
+WeightDtype = Literal["int8"]
 
 
-class CpuOps(ReferenceOps):
-    """See `kernels.ops.Ops`."""
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A weight in the forms `linear` chooses from by the number of rows: one of the first two is there, or both."""
+
+    plain: Tensor | None  # [N, K] fp32, bf16 or int8, for the native product
+    prepacked: Any  # what TorchCpuOps.pack_linear made
+    scales: Tensor | None  # [N] fp32, of int8 weights
+    bias: Tensor | None
+
+
+class CpuOps(TorchCpuOps):
+    """See `kernels.ops.Ops`. `weight_dtype` "int8" keeps the weights of linears in INT8, symmetric, a scale per output."""
+
+    def __init__(self, weight_dtype: WeightDtype | None = None) -> None:
+        """Loads the native kernels, building them if need be; see build.py."""
+        self._native = library.load()
+        self._weight_dtype = weight_dtype
+        self._twice_bytes = 0  # of weights kept in both layouts
 
     def plan(self, batch: Batch) -> None:
-        batch.plan["attention"] = attention.make_plan(batch)
-        batch.plan["lora"] = lora.make_plan(batch)
+        if self._native is not None:
+            batch.plan["native"] = library.make_plan(batch)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        if not _prepacks(weight.dtype):
-            return super().pack_linear(weight, bias)
-        return torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS), bias
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Packed:
+        plain, scales = weight.contiguous(), None
+        if self._weight_dtype == "int8":
+            plain, scales = quantise(weight)
+        if self._native is None or not self._native.takes_weight(plain):
+            return Packed(plain, None, scales, bias) if scales is not None else self._prepack(None, weight, bias)
+        # What oneDNN would compute slowly here, the native product computes for any number of rows.
+        if scales is not None or not prepacks(weight.dtype):
+            return Packed(plain, None, scales, bias)
+        self._twice_bytes += plain.nbytes
+        return self._prepack(plain if self._twice_bytes <= _BOTH_LAYOUTS_BYTES else None, weight, bias)
 
-    def linear(self, x: Tensor, packed: Any) -> Tensor:
-        weight, bias = packed
-        if not weight.is_mkldnn:
-            return super().linear(x, packed)
-        return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
+    def _prepack(self, plain: Tensor | None, weight: Tensor, bias: Tensor | None) -> Packed:
+        return Packed(plain, super().pack_linear(weight, bias), None, bias)
+
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
+        plain = packed.plain
+        if plain is None or (packed.prepacked is not None and x.shape[0] > _FEW_ROWS):
+            return super().linear(x, packed.prepacked)
+        if self._native is not None and self._native.takes(x):
+            return self._native.linear(x, plain, packed.scales, packed.bias)
+        # Only INT8 weights come here: without native kernels, or with activations in fp16.
+        assert packed.scales is not None
+        y = functional.linear(x, plain.to(x.dtype)) * packed.scales.to(x.dtype)
+        return y if packed.bias is None else y + packed.bias
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+        if self._native is None or not self._native.takes(x, weight):
+            return super().rms_norm(x, weight, eps)
+        return self._native.rms_norm(x, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(residual.add_(x), weight.shape, weight, eps)
+        if self._native is None or not self._native.takes(x, residual, weight):
+            return super().add_rms_norm(x, residual, weight, eps)
+        return self._native.rms_norm(x, residual, weight, eps)
+
+    def act_mul(self, gate_up: Tensor, activation: str) -> Tensor:
+        if self._native is None or activation != "silu" or not self._native.takes(gate_up):
+            return super().act_mul(gate_up, activation)
+        return self._native.silu_mul(gate_up)
 
     def lora(self, y: Tensor, x: Tensor, layer: LoraLayer, batch: Batch) -> None:
-        lora.lora(y, x, layer, cast(lora.LoraPlan, batch.plan["lora"]))
+        if self._native is None or not self._native.takes(y, x, layer.a, layer.b):
+            return super().lora(y, x, layer, batch)
+        return self._native.lora(y, x, layer, cast(library.Plan, batch.plan["native"]))
 
     def kv_append(
         self,
@@ -54,24 +101,26 @@ class CpuOps(ReferenceOps):
         k_norm: Tensor | None,
         eps: float,
     ) -> Tensor:
-        if kv.k_pages.dtype != qkv.dtype:
+        norms = [weight for weight in (q_norm, k_norm) if weight is not None]
+        if self._native is None or not self._native.takes_heads(kv) or not self._native.takes(qkv, kv.k_pages, *norms):
             return super().kv_append(qkv, num_heads, cos_sin, kv, batch, q_norm, k_norm, eps)
-        plan = cast(attention.StepPlan, batch.plan["attention"])
-        return attention.kv_append(qkv, num_heads, cos_sin, kv, batch, plan, q_norm, k_norm, eps)
+        return self._native.kv_append(qkv, num_heads, cos_sin, kv, batch, q_norm, k_norm, eps)
 
     def paged_attention(
         self, q: Tensor, kv: KVLayer, batch: Batch, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
-        if kv.k_pages.dtype != q.dtype or soft_cap is not None:
+        if (
+            self._native is None
+            or soft_cap is not None
+            or kv.k_pages.dtype != q.dtype
+            or not self._native.takes_heads(kv)
+        ):
             return super().paged_attention(q, kv, batch, scale, window, soft_cap)
-        plan = cast(attention.StepPlan, batch.plan["attention"])
-        return attention.paged_attention(q, kv, batch, plan, scale, window)
+        return self._native.paged_attention(q, kv, batch, scale, window)
 
 
-def _prepacks(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes in `dtype` on this machine."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] -> int8 [N, K] and fp32 scales [N]: weight ≈ int8 * scale, off by at most scale / 2."""
+    wide = weight.float()
+    scales = (wide.abs().amax(dim=1) / 127.0).clamp(min=torch.finfo(torch.float32).tiny)
+    return (wide / scales.unsqueeze(1)).round().to(torch.int8), scales

@@ -1,0 +1,102 @@
+"""Builds native/*.cpp into one shared library at first use and keeps it in the user's cache. `python -m kernels.cpu.build`
+does so ahead of time.
+
+The library takes pointers and numbers only: it knows neither Python nor torch, compiles in seconds, and shares torch's
+OpenMP threads because both ask for the same libgomp.so.1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+_SOURCES = Path(__file__).parent / "native"
+_COMPILERS = ("g++", "c++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_TIMEOUT_S = 600.0
+
+
+class BuildError(Exception):
+    """No library: the message says why."""
+
+
+def default_cache_dir() -> Path:
+    """Where built libraries are kept: $XDG_CACHE_HOME/loramux, by default ~/.cache/loramux."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "loramux" / "kernels"
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, built if need be; None, with one line in the log, where it cannot be."""
+    try:
+        return ctypes.CDLL(str(build(default_cache_dir())))
+    except (BuildError, OSError) as error:
+        _LOG.warning("native CPU kernels are not available, plain torch is used instead: %s", error)
+        return None
+
+
+def build(cache_dir: Path) -> Path:
+    """The library's path, compiled unless it is there for these sources, compiler and CPU. Safe in many processes at
+    once: one builds, the others wait. Raises BuildError or OSError."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)})")
+    library = cache_dir / f"cpu-{_key(compiler)}.so"
+    if library.exists():
+        return library
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(compiler, library)
+    return library
+
+
+def _compile(compiler: str, library: Path) -> None:
+    started_s = time.monotonic()
+    unfinished = library.with_suffix(f".{os.getpid()}.tmp")
+    command = [compiler, *_FLAGS, "-o", str(unfinished), *map(str, sorted(_SOURCES.glob("*.cpp")))]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        if result.returncode != 0:
+            raise BuildError(f"{compiler} failed: {result.stderr.strip()[-500:]}")
+        unfinished.replace(library)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{compiler} took more than {_TIMEOUT_S:.0f} s") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+    _LOG.info("built native CPU kernels in %.1f s: %s", time.monotonic() - started_s, library)
+
+
+def _key(compiler: str) -> str:
+    """Changes with whatever changes the library: sources, flags, compiler, and the CPU that -march=native means."""
+    digest = hashlib.sha256(repr((_FLAGS, compiler, Path(compiler).stat().st_mtime_ns, _cpu())).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+if __name__ == "__main__":
+    try:
+        print(build(default_cache_dir()))
+    except (BuildError, OSError) as error:
+        sys.exit(f"not built: {error}")

@@ -1,0 +1,168 @@
+"""The native kernels as Python functions: checks what they rely on, passes addresses, allocates what they return.
+
+A function that cannot take its arguments (a dtype, a head size, a stride) says so before anything is touched: see
+the functions named takes….
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import build
+from kernels.layouts import BASE, Batch, KVLayer, LoraLayer, LoraTables, check, check_index
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+_WEIGHT_TYPES = {**_TYPES, torch.int8: 2}
+_MAX_HEAD_DIM = 512
+_HEAD_DIM_MULTIPLE = 32  # two halves of whole vectors, whatever the machine's vectors
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step's token rows by adapter: segment i is order[indptr[i] : indptr[i + 1]], of adapter seg_adapter[i]."""
+
+    order: Tensor  # int32, like the others
+    seg_indptr: Tensor
+    seg_adapter: Tensor
+    checked: set[int] = field(default_factory=set)  # ids of the tables seen in this step
+
+
+def make_plan(batch: Batch) -> Plan:
+    for name in ("positions", "token_adapter", "slot_mapping", "query_indptr", "context_lens", "page_table"):
+        check_index(name, getattr(batch, name))
+    rows: dict[int, list[int]] = {}
+    if batch.num_active_adapters:
+        for row, adapter in enumerate(batch.token_adapter.tolist()):
+            if adapter != BASE:
+                rows.setdefault(adapter, []).append(row)
+    order: list[int] = []
+    indptr = [0]
+    for members in rows.values():
+        order += members
+        indptr.append(len(order))
+    tensors = [torch.tensor(values, dtype=torch.int32) for values in (order, indptr, list(rows))]
+    return Plan(tensors[0], tensors[1], tensors[2])
+
+
+class Library:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        def function(name: str, signature: str) -> Any:
+            """`signature`: p pointer, i int64, t int (a type code), f float."""
+            kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "t": ctypes.c_int, "f": ctypes.c_float}
+            found = getattr(library, name)
+            found.argtypes, found.restype = [kinds[letter] for letter in signature], None
+            return found
+
+        self._rms_norm = function("rms_norm", "tppppiif")
+        self._silu_mul = function("silu_mul", "tppii")
+        self._kv_append = function("kv_append", "tppppppppiiiif")
+        self._paged_attention = function("paged_attention", "tppippppp" + "i" * 7 + "f")
+        self._linear = function("linear", "ttpppppiii")
+        self._lora = function("lora", "tppppppp" + "ippp" + "iiiii")
+
+    @staticmethod
+    def takes(*tensors: Tensor) -> bool:
+        """Whether kernels take these together: one dtype they know, no gaps."""
+        dtype = tensors[0].dtype
+        return dtype in _TYPES and all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
+
+    @staticmethod
+    def takes_weight(weight: Tensor) -> bool:
+        return weight.dtype in _WEIGHT_TYPES and weight.is_contiguous()
+
+    @staticmethod
+    def takes_heads(kv: KVLayer) -> bool:
+        head_dim = kv.k_pages.shape[3]
+        return (
+            Library.takes(kv.k_pages, kv.v_pages) and head_dim % _HEAD_DIM_MULTIPLE == 0 and head_dim <= _MAX_HEAD_DIM
+        )
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(x)
+        self._rms_norm(
+            _TYPES[x.dtype], out.data_ptr(), x.data_ptr(), _address(residual), weight.data_ptr(),
+            x.shape[0], x.shape[1], eps,
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        self._silu_mul(_TYPES[gate_up.dtype], out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
+        return out
+
+    def kv_append(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        cos_sin: Tensor,
+        kv: KVLayer,
+        batch: Batch,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        rows = qkv.shape[0]
+        _, num_kv_heads, _, head_dim = kv.k_pages.shape
+        self._kv_append(
+            _TYPES[qkv.dtype], qkv.data_ptr(), kv.k_pages.data_ptr(), kv.v_pages.data_ptr(),
+            _address(q_norm), _address(k_norm), cos_sin.data_ptr(), batch.positions.data_ptr(),
+            batch.slot_mapping.data_ptr(), rows, num_heads, num_kv_heads, head_dim, eps,
+        )  # fmt: skip
+        return qkv.view(rows, -1, head_dim)[:, :num_heads]
+
+    def paged_attention(self, q: Tensor, kv: KVLayer, batch: Batch, scale: float, window: int | None) -> Tensor:
+        rows, num_heads, head_dim = q.shape
+        check(q.stride()[1:] == (head_dim, 1), f"q: stride {q.stride()}, want heads without gaps")
+        out = q.new_empty(rows, num_heads * head_dim)
+        self._paged_attention(
+            _TYPES[q.dtype], out.data_ptr(), q.data_ptr(), q.stride(0), kv.k_pages.data_ptr(), kv.v_pages.data_ptr(),
+            batch.query_indptr.data_ptr(), batch.context_lens.data_ptr(), batch.page_table.data_ptr(),
+            batch.page_table.shape[1], rows, batch.num_requests, num_heads, kv.k_pages.shape[1], head_dim,
+            window or 0, scale,
+        )  # fmt: skip
+        return out
+
+    def linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+        rows, in_features = x.shape
+        out_features = weight.shape[0]
+        y = x.new_empty(rows, out_features)
+        self._linear(
+            _TYPES[x.dtype], _WEIGHT_TYPES[weight.dtype], y.data_ptr(), x.data_ptr(), weight.data_ptr(),
+            _address(scales), _address(bias), rows, out_features, in_features,
+        )  # fmt: skip
+        return y
+
+    def lora(self, y: Tensor, x: Tensor, layer: LoraLayer, plan: Plan) -> None:
+        tables = layer.tables
+        if id(tables) not in plan.checked:
+            _check_tables(tables, layer)
+            plan.checked.add(id(tables))
+        rows, in_features = x.shape
+        offsets = (ctypes.c_int64 * len(layer.slice_offsets))(*layer.slice_offsets)
+        self._lora(
+            _TYPES[x.dtype], y.data_ptr(), x.data_ptr(), layer.a.data_ptr(), layer.b.data_ptr(),
+            plan.order.data_ptr(), plan.seg_indptr.data_ptr(), plan.seg_adapter.data_ptr(), len(plan.seg_adapter),
+            tables.row_table.data_ptr(), tables.ranks.data_ptr(), ctypes.addressof(offsets), len(offsets) - 1,
+            tables.row_table.shape[1], rows, in_features, y.shape[1],
+        )  # fmt: skip
+
+
+def _check_tables(tables: LoraTables, layer: LoraLayer) -> None:
+    check_index("row_table", tables.row_table)
+    check_index("ranks", tables.ranks, (tables.row_table.shape[0], len(layer.slice_offsets) - 1))
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def load() -> Library | None:
+    """None where the library cannot be built; see build.py."""
+    library = build.load()
+    return None if library is None else Library(library)

@@ -1,0 +1,251 @@
+// Vectors of fp32 and the two primitives every kernel here is made of: `dots` and `mix`.
+//
+// Vector extensions of GCC and Clang, so one source serves AVX2, AVX-512 and others; storage is fp32, bf16 or int8, all
+// arithmetic fp32. A row's result never depends on the rows computed beside it: whatever the tile, each sum runs over
+// the same values in the same order.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#ifdef __AVX512F__
+constexpr int kLanes = 16;
+constexpr int kTileRows = 6;  // rows of x per tile: with 4 weights each, what the registers hold
+#else
+constexpr int kLanes = 8;
+constexpr int kTileRows = 3;
+#endif
+constexpr int kTileVectors = 4;  // vectors of columns per tile of `mix`
+
+typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t IntVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef float Vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float Vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+static inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+
+// Compilers widen short vectors badly when left to themselves.
+static inline IntVec widen(const int8_t* p) {
+#if defined(__AVX512F__)
+  return IntVec(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return IntVec(_mm256_cvtepi8_epi32(_mm_loadu_si64(p)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), IntVec);
+#endif
+}
+
+static inline IntVec widen(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return IntVec(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+#elif defined(__AVX2__)
+  return IntVec(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const Halves*>(p), IntVec);
+#endif
+}
+
+static inline Vec load(const int8_t* p) { return __builtin_convertvector(widen(p), Vec); }
+
+static inline Vec load(const BFloat16* p) {
+  IntVec bits = widen(&p->bits) << 16;
+  return reinterpret_cast<Vec&>(bits);
+}
+
+static inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+
+static inline void store(BFloat16* p, Vec v) {  // to nearest, ties to even; NaN stays NaN
+  typedef uint16_t Half __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+  IntVec bits = reinterpret_cast<IntVec&>(v);
+  IntVec rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  IntVec is_number = v == v;
+  rounded = (rounded & is_number) | (0x7FC0 & ~is_number);
+  *reinterpret_cast<Half*>(p) = __builtin_convertvector(rounded, Half);
+}
+
+static inline float load_one(float x) { return x; }
+static inline float load_one(int8_t x) { return x; }
+static inline float load_one(BFloat16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+static inline void store_one(float* p, float value) { *p = value; }
+static inline void store_one(BFloat16* p, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  p->bits = value == value ? uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) : 0x7FC0;
+}
+
+// `count` < kLanes values, the rest 0.
+template <class T>
+static inline Vec load_some(const T* p, int count) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, p, count * sizeof(T));
+  return load(padded);
+}
+
+static inline Vec splat(float x) { return x - Vec{}; }
+
+static inline Vec8 halved(Vec v) {
+#ifdef __AVX512F__
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  return v;
+#endif
+}
+
+static inline Vec8 add_pairs(Vec8 a, Vec8 b) {
+  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+}
+
+// The sums of four vectors.
+static inline Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
+  Vec8 v = add_pairs(add_pairs(halved(a), halved(b)), add_pairs(halved(c), halved(d)));
+  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+}
+
+static inline float sum(Vec v) { return sums(v, v, v, v)[0]; }
+
+static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+
+static inline float largest(Vec v) {
+  float result = v[0];
+  for (int i = 1; i < kLanes; i++) result = v[i] > result ? v[i] : result;
+  return result;
+}
+
+// e^x to 2 units in the last place; 0 below -87, where results would be subnormal.
+static inline Vec exponential(Vec x) {
+  Vec clamped = larger(x, splat(-87.0f));
+  clamped = clamped < splat(88.0f) ? clamped : splat(88.0f);
+  Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: leaves the nearest integer in the low bits
+  Vec n = shifted - 12582912.0f;
+  Vec r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, ln 2 in two parts
+  Vec y = splat(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * r * r + r + 1.0f;
+  IntVec power = (reinterpret_cast<IntVec&>(shifted) << 23) + reinterpret_cast<IntVec&>(y);
+  Vec result = reinterpret_cast<Vec&>(power);
+  result = x < splat(-87.0f) ? Vec{} : result;
+  return x == x ? result : x;
+}
+
+// out[t][j] = x[t] . w[j]: ROWS rows of x, four weight vectors, all of length k.
+template <int ROWS, class W>
+static inline void dots_tile(const float* const* x, const W* const* w, int64_t k, Vec4* out) {
+  Vec total[ROWS][4] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= k; i += kLanes) {
+    Vec v[ROWS];
+#pragma GCC unroll 8
+    for (int t = 0; t < ROWS; t++) v[t] = load(x[t] + i);
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; j++) {
+      Vec weight = load(w[j] + i);
+#pragma GCC unroll 8
+      for (int t = 0; t < ROWS; t++) total[t][j] += v[t] * weight;
+    }
+  }
+  if (int rest = int(k - i))
+    for (int t = 0; t < ROWS; t++)
+      for (int j = 0; j < 4; j++) total[t][j] += load_some(x[t] + i, rest) * load_some(w[j] + i, rest);
+  for (int t = 0; t < ROWS; t++) out[t] = sums(total[t][0], total[t][1], total[t][2], total[t][3]);
+}
+
+// As dots_tile for any number of rows; `row(t)` is one of x, `take(t, sums)` receives its four results.
+template <class W, class Row, class Take>
+static inline void dots(int64_t rows, Row row, const W* const* w, int64_t k, Take take) {
+  for (int64_t t = 0; t < rows; t += kTileRows) {
+    const int count = int(rows - t < kTileRows ? rows - t : kTileRows);
+    const float* x[kTileRows];
+    for (int r = 0; r < count; r++) x[r] = row(t + r);
+    Vec4 out[kTileRows];
+    switch (count) {
+      case 1: dots_tile<1>(x, w, k, out); break;
+      case 2: dots_tile<2>(x, w, k, out); break;
+      case 3: dots_tile<3>(x, w, k, out); break;
+#ifdef __AVX512F__
+      case 4: dots_tile<4>(x, w, k, out); break;
+      case 5: dots_tile<5>(x, w, k, out); break;
+      case 6: dots_tile<6>(x, w, k, out); break;
+#endif
+      default: __builtin_unreachable();
+    }
+    for (int r = 0; r < count; r++) take(t + r, out[r]);
+  }
+}
+
+template <int ROWS, int VECTORS, class Row>
+static inline void mix_tile(float* y, int64_t ldy, const float* c, int64_t ldc, int64_t count, Row row) {
+  Vec total[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int t = 0; t < ROWS; t++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) total[t][v] = load(y + t * ldy + v * kLanes);
+  for (int64_t j = 0; j < count; j++) {
+    auto* values = row(j);
+    float weights[ROWS];
+#pragma GCC unroll 8
+    for (int t = 0; t < ROWS; t++) weights[t] = c[t * ldc + j];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) {
+      Vec part = load(values + v * kLanes);
+#pragma GCC unroll 8
+      for (int t = 0; t < ROWS; t++) total[t][v] += weights[t] * part;
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < ROWS; t++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) store(y + t * ldy + v * kLanes, total[t][v]);
+}
+
+template <int ROWS, class Row>
+static inline void mix_rows(float* y, int64_t ldy, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
+  int64_t i = 0;
+  for (; i + kTileVectors * kLanes <= width; i += kTileVectors * kLanes)
+    mix_tile<ROWS, kTileVectors>(y + i, ldy, c, ldc, count, [&](int64_t j) { return row(j) + i; });
+  for (; i + kLanes <= width; i += kLanes)
+    mix_tile<ROWS, 1>(y + i, ldy, c, ldc, count, [&](int64_t j) { return row(j) + i; });
+  for (; i < width; i++)
+    for (int t = 0; t < ROWS; t++)
+      for (int64_t j = 0; j < count; j++) y[t * ldy + i] += c[t * ldc + j] * load_one(row(j)[i]);
+}
+
+// y[t] += sum over j < count of c[t][j] * row(j), vectors of `width` values, for any number of rows of y.
+template <class Row>
+static inline void mix(float* y, int64_t ldy, int64_t rows, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
+  int64_t t = 0;
+  for (; t + kTileRows <= rows; t += kTileRows)
+    mix_rows<kTileRows>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
+#ifdef __AVX512F__
+  for (; t + 3 <= rows; t += 3) mix_rows<3>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
+#endif
+  for (; t < rows; t++) mix_rows<1>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
+}
+
+// Calls f(T{}) with the storage type of code 0 (fp32), 1 (bf16).
+template <class F>
+static inline void with_type(int code, F f) {
+  if (code == 0)
+    f(float{});
+  else
+    f(BFloat16{});
+}
