@@ -1,6 +1,6 @@
 # Needs Python 3.11 or newer and make, nothing else; every target sets up what it uses.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test check lint types protos bench kernels-compile soak clean
+.PHONY: help setup demo up test check lint types protos bench bench-peers kernels-compile soak clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,7 +39,10 @@ protos: $(INSTALLED)  ## Regenerate the stubs from protos/*.proto
 	PATH=$(BIN):$$PATH python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. protos/*.proto
 
 bench: $(INSTALLED)  ## Measure the stack under load
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench goals
+
+bench-peers: $(INSTALLED)  ## Install the engines that the benchmark compares with
+	$(BIN)/python -m bench setup-peers
 
 kernels-compile: $(INSTALLED)  ## Compile every kernel for GPUs that need not be here
 	$(BIN)/python -m kernels.compile

@@ -1,0 +1,5 @@
+"""`python -m bench --help`."""
+
+from bench.cli import main
+
+main()

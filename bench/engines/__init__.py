@@ -1,0 +1,1 @@
+"""What can be measured, by name, behind one interface."""

@@ -1,0 +1,25 @@
+"""One set-up as settings of our model server, for the engine alone and for the whole stack alike."""
+
+from __future__ import annotations
+
+from bench.engines.engine import Setup
+
+# Values the server's own defaults would be too small for in a workload of many requests at once.
+_MAX_REQUESTS = 4096
+
+
+def server_settings(setup: Setup) -> dict[str, str]:
+    """By the field names of model_server.config.Config. Prefixes are not reused: prompts repeat between rounds."""
+    settings = {
+        "model": setup.model,
+        "dtype": setup.dtype,
+        "device": setup.device,
+        "prefix_cache": "false",
+        "max_running": str(setup.max_running),
+        "max_requests": str(_MAX_REQUESTS),
+    }
+    if setup.max_resident is not None:
+        settings["max_adapters"] = str(setup.max_resident)
+    if setup.adapter_bytes is not None:
+        settings["adapter_bytes"] = str(setup.adapter_bytes)
+    return {**settings, **setup.settings}
