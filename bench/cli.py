@@ -93,7 +93,7 @@ def run(
         if engine != LORAMUX:
             raise typer.BadParameter(f"{engine} has no gRPC mode", param_hint="--mode")
         engine = LORAMUX_GRPC
-    options = _options(model, dtype, device, max_running, weight_dtype, set_)
+    options = Options(model, dtype.value, device, max_running, _settings(weight_dtype, set_))
     with _reported() as say:
         rows = comparison.run([Case(engine, workload, sizes)], options, repeats=repeat, seed=seed, say=say)
     _print(rows, as_json)
@@ -120,8 +120,10 @@ def compare(
     seed: _Seed = 0,
     model: _Model = peer_setup.SMOLLM2,
     dtype: Dtype = Dtype.bfloat16,
+    weight_dtype: _WeightDtype = None,
     device: _Device = "cpu",
     max_running: _MaxRunning = 64,
+    set_: _Set = None,
     as_json: _Json = False,
 ) -> None:
     """Measure several engines on one workload, taking turns."""
@@ -129,9 +131,10 @@ def compare(
     names = [name.strip() for name in engines.split(",") if name.strip()]
     if not names:
         raise typer.BadParameter("names no engine", param_hint="--engines")
-    options = _options(model, dtype, device, max_running, None, None)
+    options, settings = Options(model, dtype.value, device, max_running), _settings(weight_dtype, set_)
+    # Settings are our model server's; its peers are compared with it as it is set.
+    cases = [Case(name, workload, sizes, settings if name in (LORAMUX, LORAMUX_GRPC) else {}) for name in names]
     with _reported() as say:
-        cases = [Case(name, workload, sizes) for name in names]
         rows = comparison.run(cases, options, repeats=repeat, seed=seed, say=say)
     _print(rows, as_json)
     if not as_json:
@@ -216,16 +219,14 @@ def _sizes(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in known and value is not None}
 
 
-def _options(
-    model: str, dtype: Dtype, device: str, max_running: int, weight_dtype: str | None, assignments: Sequence[str] | None
-) -> Options:
+def _settings(weight_dtype: str | None, assignments: Sequence[str] | None) -> dict[str, str]:
     settings = {} if weight_dtype is None else {"weight_dtype": weight_dtype}
     for assignment in assignments or ():
         name, equals, value = assignment.partition("=")
         if not equals:
             raise typer.BadParameter(f"{assignment!r} is not NAME=VALUE", param_hint="--set")
         settings[name] = value
-    return Options(model, dtype.value, device, max_running, settings)
+    return settings
 
 
 @contextmanager

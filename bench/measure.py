@@ -24,7 +24,8 @@ class Outcome:
     """What one request saw. Times in seconds after the round's start."""
 
     token_times_s: tuple[float, ...]
-    # Time it waited for its adapter: 0 where that was resident when it arrived, None where the engine does not say.
+    # Time it waited for its adapter to be read: 0 where that was in memory when it arrived, None where the engine does
+    # not say. A copy from host memory to the device is part of the first step and not counted here.
     adapter_load_s: float | None = None
 
 

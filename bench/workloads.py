@@ -117,13 +117,19 @@ class _Draw:
     def warm_up_of(self, requests: Sequence[Request]) -> tuple[Request, ...]:
         """As many requests as `requests`, of the same adapters, at once, with few tokens and prompts of their own."""
         return tuple(
-            replace(r, arrival_s=0.0, prompt_ids=self.prompt(len(r.prompt_ids)), output_tokens=min(8, r.output_tokens))
+            replace(
+                r,
+                arrival_s=0.0,
+                prompt_ids=self.prompt(len(r.prompt_ids)),
+                output_tokens=min(_WARM_UP_TOKENS, r.output_tokens),
+            )
             for r in requests
         )
 
     def warm_up_with(self, adapter: Adapter, count: int = 32) -> tuple[Request, ...]:
         """For workloads whose adapters are to be cold: base requests and those of an adapter that is never asked again."""
-        return self.at_once([adapter.name if i % 2 else None for i in range(count)], 64, _WARM_UP_TOKENS)
+        names = [adapter.name if index % 2 else None for index in range(count)]
+        return self.at_once(names, 16, _WARM_UP_TOKENS)
 
     def workload(
         self, adapters: Sequence[Adapter], warm_up: tuple[Request, ...], main: Sequence[Request], **more: Any

@@ -65,11 +65,9 @@ def test_results_become_pictures(row: dict[str, Any], tmp_path: Path) -> None:
 def test_engine_alone_and_whole_stack_take_turns() -> None:
     """A storm of cold adapters through both, ratios against the quiet round in each row."""
     storm = ["--workload", "cold-storm", "--requests", "2", "--adapters", "2", "--prompt-tokens", "8"]
-    sizes = ["--output-tokens", "24", "--rank", "4", "--dtype", "float32", "--repeat", "1"]
-    rows = [
-        json.loads(r)
-        for r in invoke("compare", "--engines", "loramux,loramux-grpc", *storm, *sizes, "--json").splitlines()
-    ]
+    sizes = ["--output-tokens", "24", "--rank", "4", "--dtype", "float32", "--repeat", "1", "--set", "num_threads=1"]
+    output = invoke("compare", "--engines", "loramux,loramux-grpc", *storm, *sizes, "--json")
+    rows = [json.loads(line) for line in output.splitlines()]
     assert [row["engine"] for row in rows] == ["loramux", "loramux-grpc"]
     for row in rows:
         assert row["adapter_hit_rate"] == 0.0, "every adapter of the storm was cold"
