@@ -6,6 +6,7 @@ Nothing of ours is installed there. A peer is set up once; deleting its folder s
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 import venv
@@ -110,6 +111,10 @@ def _export_smollm2(target: Path) -> None:
     del model.config.quantization_config
     partial = target.with_suffix(".partial")
     model.save_pretrained(partial)
+    # Where older releases of transformers, which some peers use, look for it.
+    config = json.loads((partial / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
     partial.rename(target)
 
