@@ -11,7 +11,7 @@ row does not see add exact zeros.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -132,11 +132,16 @@ def constexprs(
     }
 
 
-def num_stages(head_dim: int, element_size: int) -> int:
-    """Tiles of K and V in flight: as many as shared memory takes, three at most."""
-    tile_bytes = 2 * KEYS * triton.next_power_of_2(head_dim) * element_size
-    stages = max(1, min(3, _STAGE_BYTES // tile_bytes))
-    return min(stages, HIP_STAGES) if torch.version.hip else int(stages)
+class Tile(NamedTuple):
+    rows: int
+    num_warps: int
+    max_stages: int = 3
+
+    def num_stages(self, head_dim: int, element_size: int) -> int:
+        """Tiles of K and V in flight: as many as shared memory takes."""
+        tile_bytes = 2 * KEYS * triton.next_power_of_2(head_dim) * element_size
+        stages = max(1, min(self.max_stages, _STAGE_BYTES // tile_bytes))
+        return min(stages, HIP_STAGES) if torch.version.hip else int(stages)
 
 
 def split_cases(
@@ -147,27 +152,27 @@ def split_cases(
     tile: Callable[[bool], tuple[int, int]],
     extra: dict[str, Any],
 ) -> list[CompileCase]:
-    """Every storage; and plain storage with sliding window and soft cap. `tile(scaled storage)` is rows and warps."""
+    """Every storage; and plain storage with sliding window and soft cap. `tiles(scaled storage)` chooses."""
     pointer = f"*{dtype}"
     label = f"{name} H={shape.num_heads} G={shape.num_kv_heads} D={shape.head_dim}"
     cases = []
     for pages, options in [(pointer, False), *((pages, False) for pages in STORAGE_TYPES), (pointer, True)]:
         scaled = pages in STORAGE_TYPES
-        rows, num_warps = tile(scaled)
+        tile = tiles(scaled)
         scales = "*fp32" if scaled else pointer
         types = {"q_ptr": pointer, "out_ptr": pointer, "values_ptr": "*fp32", "stats_ptr": "*fp32"}
         types |= {"k_pages_ptr": pages, "v_pages_ptr": pages, "k_scales_ptr": scales, "v_scales_ptr": scales}
         types |= dict.fromkeys(("page_table_ptr", "query_indptr_ptr", "context_lens_ptr"), "*i32")
         types |= {"scale": "fp32", "soft_cap": "fp32"}
-        special = constexprs(shape.num_heads, shape.num_kv_heads, shape.head_dim, rows, options, options)
+        special = constexprs(shape.num_heads, shape.num_kv_heads, shape.head_dim, tile.rows, options, options)
         cases.append(
             CompileCase(
                 label=f"{label} from {STORAGE_TYPES.get(pages, dtype)}{' window cap' if options else ''}",
                 kernel=kernel,
                 types=types,
                 constexprs=special | extra,
-                num_warps=num_warps,
-                num_stages=num_stages(shape.head_dim, 1 if scaled else 2),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages(shape.head_dim, 1 if scaled else 2),
                 tensor_core=True,
                 wide_loads=True,
                 # Table rows, the request count and the window are whatever they are.

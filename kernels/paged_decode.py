@@ -13,11 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import attention_split
-from kernels.attention_split import SPLIT, attend, constexprs, merge, normalise, num_stages
+from kernels.attention_split import SPLIT, Tile, attend, constexprs, merge, normalise
 from kernels.compile_case import CompileCase, ModelShape
 from kernels.layouts import Batch
 
-_NUM_WARPS = 4
 _COMBINE_AT_ONCE = 8  # splits whose loads are issued together
 
 
@@ -154,7 +153,7 @@ def decode(
 ) -> None:
     """Fill the rows of `out` [T, H, D] that belong to requests of one token. Arguments checked by paged_attention."""
     num_heads, num_kv_heads, head_dim = q.shape[1], pages[0].shape[1], q.shape[2]
-    rows = _rows(num_heads // num_kv_heads)
+    tile = _tile(num_heads // num_kv_heads)
     pieces = triton.cdiv(batch.max_context_len, SPLIT)
     if window is not None:  # a window touches at most one split more than it fills
         pieces = min(pieces, triton.cdiv(window, SPLIT) + 1)
@@ -179,9 +178,9 @@ def decode(
         q.stride(0),
         batch.page_table.stride(0),
         SINGLE=single,
-        **constexprs(num_heads, num_kv_heads, head_dim, rows, window is not None, soft_cap is not None),
-        num_warps=_NUM_WARPS,
-        num_stages=num_stages(head_dim, pages[0].element_size()),
+        **constexprs(num_heads, num_kv_heads, head_dim, tile.rows, window is not None, soft_cap is not None),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages(head_dim, pages[0].element_size()),
     )
     if not single:
         _combine_kernel[(batch.num_requests, num_heads)](
@@ -202,8 +201,8 @@ def decode(
         )
 
 
-def _rows(group: int) -> int:
-    return int(max(16, triton.next_power_of_2(group)))
+def _tile(group: int) -> Tile:
+    return Tile(rows=int(max(16, triton.next_power_of_2(group))), num_warps=4)
 
 
 def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
@@ -229,9 +228,9 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
         num_stages=1,
         unaligned=("pieces",),
     )
-    rows = _rows(shape.num_heads // shape.num_kv_heads)
+    tile = _tile(shape.num_heads // shape.num_kv_heads)
     extra = {"SINGLE": False}
     return [
-        *attention_split.split_cases("decode", _decode_kernel, shape, dtype, lambda _: (rows, _NUM_WARPS), extra),
+        *attention_split.split_cases("decode", _decode_kernel, shape, dtype, lambda _: tile, extra),
         combine,
     ]

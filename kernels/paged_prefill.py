@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import attention_split
-from kernels.attention_split import attend, constexprs, merge, normalise, num_stages
+from kernels.attention_split import Tile, attend, constexprs, merge, normalise
 from kernels.compile_case import CompileCase, ModelShape
 from kernels.layouts import Batch
 
@@ -119,8 +119,8 @@ def prefill(
 ) -> None:
     """Fill the rows of `out` [T, H, D] of requests of two tokens and more. Arguments checked by paged_attention."""
     num_heads, num_kv_heads, head_dim = q.shape[1], pages[0].shape[1], q.shape[2]
-    rows, num_warps = _tile(pages[0].element_size() == 1)
-    tiles = q.shape[0] // (rows // (num_heads // num_kv_heads)) + batch.num_requests
+    tile = _tile(pages[0].element_size() == 1, head_dim)
+    tiles = q.shape[0] // (tile.rows // (num_heads // num_kv_heads)) + batch.num_requests
     _prefill_kernel[(tiles, num_kv_heads)](
         q,
         *pages,
@@ -135,17 +135,26 @@ def prefill(
         q.stride(0),
         batch.page_table.stride(0),
         REQUESTS=max(_LEAST_REQUESTS, triton.next_power_of_2(batch.num_requests)),
-        **constexprs(num_heads, num_kv_heads, head_dim, rows, window is not None, soft_cap is not None),
-        num_warps=num_warps,
-        num_stages=num_stages(head_dim, pages[0].element_size()),
+        **constexprs(num_heads, num_kv_heads, head_dim, tile.rows, window is not None, soft_cap is not None),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages(head_dim, pages[0].element_size()),
     )
 
 
-def _tile(scaled: bool) -> tuple[int, int]:
-    """Rows and warps of a program. Widening scaled K and V takes registers: their tile is half as high, and even so
-    not taken by Hopper's warp-group product; as many rows as for plain storage would spill on gfx942."""
-    return (32, 4) if scaled else (64, 8)
+def _tile(scaled: bool, head_dim: int) -> Tile:
+    """Where no target spills. Widening scaled K and V takes registers, so their tile is half as high; at small heads
+    it is a deep pipeline that ptxas would trade for spills."""
+    if not scaled:
+        return Tile(64, 8)
+    return Tile(32, 4) if head_dim > 64 else Tile(32, 8, max_stages=1)
 
 
 def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
-    return attention_split.split_cases("prefill", _prefill_kernel, shape, dtype, _tile, {"REQUESTS": _LEAST_REQUESTS})
+    return attention_split.split_cases(
+        "prefill",
+        _prefill_kernel,
+        shape,
+        dtype,
+        lambda scaled: _tile(scaled, shape.head_dim),
+        {"REQUESTS": _LEAST_REQUESTS},
+    )
