@@ -149,7 +149,7 @@ def split_cases(
     kernel: Any,
     shape: ModelShape,
     dtype: str,
-    tile: Callable[[bool], tuple[int, int]],
+    tiles: Callable[[bool], Tile],
     extra: dict[str, Any],
 ) -> list[CompileCase]:
     """Every storage; and plain storage with sliding window and soft cap. `tiles(scaled storage)` chooses."""
