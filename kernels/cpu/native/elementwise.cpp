@@ -15,10 +15,10 @@ template <class T>
 void norm(T* out, const T* x, const T* weight, int64_t n, float eps) {
   Vec squares{};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) squares += load(x + i) * load(x + i);
+  for (; i + kLanes <= n; i += kLanes) squares = multiply_add(load(x + i), load(x + i), squares);
   if (i < n) {
     Vec rest = load_some(x + i, int(n - i));
-    squares += rest * rest;
+    squares = multiply_add(rest, rest, squares);
   }
   float scale = 1.0f / std::sqrt(sum(squares) / float(n) + eps);
   for (i = 0; i + kLanes <= n; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
@@ -89,7 +89,7 @@ void kv_append(int type, void* qkv_p, void* k_pages_p, void* v_pages_p, const vo
         for (int64_t i = 0; i < dim; i += kLanes) store(wide + i, load(x + i));
         if (const T* weight = static_cast<const T*>(h < heads ? q_norm : k_norm)) {
           Vec squares{};
-          for (int64_t i = 0; i < dim; i += kLanes) squares += load(wide + i) * load(wide + i);
+          for (int64_t i = 0; i < dim; i += kLanes) squares = multiply_add(load(wide + i), load(wide + i), squares);
           float scale = 1.0f / std::sqrt(sum(squares) / float(dim) + eps);
           for (int64_t i = 0; i < dim; i += kLanes) store(wide + i, load(wide + i) * scale * load(weight + i));
         }

@@ -18,6 +18,8 @@ const float* widened(const T* x, int64_t count, std::vector<float>& buffer) {
   return buffer.data();
 }
 
+constexpr int64_t kPrefetchBytes = 1 << 13;  // how far ahead of the weights in use
+
 template <class T, class W>
 void linear(T* y, const float* x, const W* w, const float* scales, const T* bias, int64_t rows, int64_t n, int64_t k) {
   // Rows of x that stay in the second-level cache while the weights pass by.
@@ -31,17 +33,25 @@ void linear(T* y, const float* x, const W* w, const float* scales, const T* bias
 #pragma omp for schedule(static) nowait
       for (int64_t tile = 0; tile < tiles; tile++) {
         const int64_t column = tile * 4, count = std::min<int64_t>(4, n - column);
+        Vec4 scale{1, 1, 1, 1}, offset{};
+        for (int64_t j = 0; j < count; j++) {
+          if (scales) scale[j] = scales[column + j];
+          if (bias) offset[j] = load_one(bias[column + j]);
+        }
         auto take = [&](int64_t t, Vec4 v) {
-          for (int64_t j = 0; j < count; j++) {
-            float value = scales ? v[j] * scales[column + j] : v[j];
-            store_one(y + (start + t) * n + column + j, bias ? value + load_one(bias[column + j]) : value);
-          }
+          v = v * scale + offset;
+          T* to = y + (start + t) * n + column;
+          if (count == 4)
+            store(to, v);
+          else
+            for (int64_t j = 0; j < count; j++) store_one(to + j, v[j]);
         };
         auto multiply = [&](const auto* first) {
           decltype(first) four[4];
           for (int64_t j = 0; j < 4; j++) four[j] = first + std::min(j, count - 1) * k;
           dots(stop - start, [&](int64_t t) { return x + (start + t) * k; }, four, k, take);
         };
+        prefetch(reinterpret_cast<const char*>(w + column * k) + kPrefetchBytes, count * k * sizeof(W));
         if (stop - start <= kTileRows)
           multiply(w + column * k);
         else  // each weight is used more than once: widen it once

@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -20,7 +21,6 @@ constexpr int kTileRows = 6;  // rows of x per tile: with 4 weights each, what t
 constexpr int kLanes = 8;
 constexpr int kTileRows = 3;
 #endif
-constexpr int kTileVectors = 4;  // vectors of columns per tile of `mix`
 
 typedef float Vec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
@@ -74,6 +74,15 @@ static inline void store(BFloat16* p, Vec v) {  // to nearest, ties to even; NaN
   *reinterpret_cast<Half*>(p) = __builtin_convertvector(rounded, Half);
 }
 
+static inline void store(float* p, Vec4 v) { *reinterpret_cast<Vec4*>(p) = v; }
+static inline void store(BFloat16* p, Vec4 v) {
+  typedef int32_t Int4 __attribute__((vector_size(16)));
+  typedef uint16_t Half4 __attribute__((vector_size(8), aligned(2), may_alias));
+  Int4 bits = Int4(v), is_number = v == v;
+  bits = (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & is_number) | (0x7FC0 & ~is_number);
+  *reinterpret_cast<Half4*>(p) = __builtin_convertvector(bits, Half4);
+}
+
 static inline float load_one(float x) { return x; }
 static inline float load_one(int8_t x) { return x; }
 static inline float load_one(BFloat16 x) {
@@ -97,7 +106,20 @@ static inline Vec load_some(const T* p, int count) {
   return load(padded);
 }
 
-static inline Vec splat(float x) { return x - Vec{}; }
+// a * b + c, rounded once. Said outright, because compilers tuned for a processor form it in one loop and not in another, and
+// a row's sum would depend on the tile it went through.
+static inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  for (int i = 0; i < kLanes; i++) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+static inline Vec splat(float x) { return x + Vec{}; }
 
 static inline Vec8 halved(Vec v) {
 #ifdef __AVX512F__
@@ -160,12 +182,12 @@ static inline void dots_tile(const float* const* x, const W* const* w, int64_t k
     for (int j = 0; j < 4; j++) {
       Vec weight = load(w[j] + i);
 #pragma GCC unroll 8
-      for (int t = 0; t < ROWS; t++) total[t][j] += v[t] * weight;
+      for (int t = 0; t < ROWS; t++) total[t][j] = multiply_add(v[t], weight, total[t][j]);
     }
   }
   if (int rest = int(k - i))
     for (int t = 0; t < ROWS; t++)
-      for (int j = 0; j < 4; j++) total[t][j] += load_some(x[t] + i, rest) * load_some(w[j] + i, rest);
+      for (int j = 0; j < 4; j++) total[t][j] = multiply_add(load_some(x[t] + i, rest), load_some(w[j] + i, rest), total[t][j]);
   for (int t = 0; t < ROWS; t++) out[t] = sums(total[t][0], total[t][1], total[t][2], total[t][3]);
 }
 
@@ -201,14 +223,14 @@ static inline void mix_tile(float* y, int64_t ldy, const float* c, int64_t ldc, 
     for (int v = 0; v < VECTORS; v++) total[t][v] = load(y + t * ldy + v * kLanes);
   for (int64_t j = 0; j < count; j++) {
     auto* values = row(j);
-    float weights[ROWS];
+    Vec weights[ROWS];
 #pragma GCC unroll 8
-    for (int t = 0; t < ROWS; t++) weights[t] = c[t * ldc + j];
+    for (int t = 0; t < ROWS; t++) weights[t] = splat(c[t * ldc + j]);
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) {
       Vec part = load(values + v * kLanes);
 #pragma GCC unroll 8
-      for (int t = 0; t < ROWS; t++) total[t][v] += weights[t] * part;
+      for (int t = 0; t < ROWS; t++) total[t][v] = multiply_add(weights[t], part, total[t][v]);
     }
   }
 #pragma GCC unroll 8
@@ -219,14 +241,16 @@ static inline void mix_tile(float* y, int64_t ldy, const float* c, int64_t ldc, 
 
 template <int ROWS, class Row>
 static inline void mix_rows(float* y, int64_t ldy, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
+  constexpr int kVectors = ROWS == 1 ? 8 : 4;
   int64_t i = 0;
-  for (; i + kTileVectors * kLanes <= width; i += kTileVectors * kLanes)
-    mix_tile<ROWS, kTileVectors>(y + i, ldy, c, ldc, count, [&](int64_t j) { return row(j) + i; });
+  for (; i + kVectors * kLanes <= width; i += kVectors * kLanes)
+    mix_tile<ROWS, kVectors>(y + i, ldy, c, ldc, count, [&](int64_t j) { return row(j) + i; });
   for (; i + kLanes <= width; i += kLanes)
     mix_tile<ROWS, 1>(y + i, ldy, c, ldc, count, [&](int64_t j) { return row(j) + i; });
   for (; i < width; i++)
     for (int t = 0; t < ROWS; t++)
-      for (int64_t j = 0; j < count; j++) y[t * ldy + i] += c[t * ldc + j] * load_one(row(j)[i]);
+      for (int64_t j = 0; j < count; j++)
+        y[t * ldy + i] = std::fma(c[t * ldc + j], load_one(row(j)[i]), y[t * ldy + i]);
 }
 
 // y[t] += sum over j < count of c[t][j] * row(j), vectors of `width` values, for any number of rows of y.
@@ -239,6 +263,11 @@ static inline void mix(float* y, int64_t ldy, int64_t rows, const float* c, int6
   for (; t + 3 <= rows; t += 3) mix_rows<3>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
 #endif
   for (; t < rows; t++) mix_rows<1>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
+}
+
+// Asks for memory that is needed soon: the processor foresees neither the next page nor the end of a short row.
+static inline void prefetch(const void* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
 }
 
 // Calls f(T{}) with the storage type of code 0 (fp32), 1 (bf16).
