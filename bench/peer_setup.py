@@ -107,8 +107,6 @@ def _export_smollm2(target: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    # The saved model is a plain one: what it was quantised with no longer matters to who loads it.
-    del model.config.quantization_config
     partial = target.with_suffix(".partial")
     model.save_pretrained(partial)
     # Where older releases of transformers, which some peers use, look for it.
