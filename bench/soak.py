@@ -1,8 +1,8 @@
 """`python -m bench.soak`: the whole stack under random use for minutes; its memory must stay flat and nothing may be left.
 
-Streams of base and adapters, cancels, deadlines, choices, pushes and deletes of revisions, and loads that push one another out
-of a small bank, seeded. Exits 1 when a request fails in a way its own actions do not explain, when the engine does not come back
-to rest with all pages free, or when the resident memory of a process still grows after the first third.
+Streams of base and adapters, cancels, deadlines, choices, pushes and deletes of revisions, and loads that push one another
+out of a small bank, seeded. Exits 1 when a request fails in a way its own actions do not explain, when the engine does not come
+back to rest with all pages free, or when the resident memory of a process still grows after the first third.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ class Soak:
 
 def _resident_mb(pid: int) -> float:
     process = psutil.Process(pid)
-    return sum(p.memory_info().rss for p in (process, *process.children(recursive=True))) / 1e6
+    resident: int = sum(p.memory_info().rss for p in (process, *process.children(recursive=True)))
+    return resident / 1e6
 
 
 async def _at_rest(address: str) -> model_server_pb2.ReplicaStatus:

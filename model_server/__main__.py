@@ -13,8 +13,7 @@ from observability import telemetry
 
 def main() -> int:
     # For the engine's process, which is born with this environment: threads that wait sleep instead of spinning, since they
-    # share their cores with gRPC and the gateway (a step took twice to eight times as long there), and weights lie in huge
-    # pages.
+    # share their cores with gRPC and the gateway (a step took two to four times as long there), and weights lie in huge pages.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     config = Config()

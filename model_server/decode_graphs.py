@@ -67,7 +67,7 @@ class _Graph:
         return self._forward(self._token_ids, self._batch, self._all_rows)
 
     def _capture(self) -> None:
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run()  # compiles and tunes what is to be captured

@@ -90,7 +90,7 @@ class _Loaded:
 
 def _backend(config: Config) -> tuple[Ops, SamplingOps]:
     if config.device == "cuda":
-        from kernels import sampling as triton_sampling
+        from kernels import triton_sampling
         from kernels.triton_ops import TritonOps
 
         return TritonOps(config.max_batch_tokens, config.device), triton_sampling

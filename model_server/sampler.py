@@ -6,6 +6,7 @@ what kernels.reference.sampling states. Log probabilities are the model's own: o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,7 +20,7 @@ _TILE = 256
 
 
 class SamplingOps(Protocol):
-    """kernels.reference.sampling or kernels.sampling: same names, same meaning."""
+    """kernels.reference.sampling or kernels.triton_sampling: same names, same meaning."""
 
     def sample(
         self,
@@ -31,6 +32,8 @@ class SamplingOps(Protocol):
         seed: Tensor,
         position: Tensor,
     ) -> Tensor: ...
+
+    def apply_bias(self, logits: Tensor, ids: Tensor, values: Tensor, indptr: Tensor) -> None: ...
 
     def apply_penalties(
         self,
@@ -67,18 +70,16 @@ class Sampler:
         return result
 
     def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        for line, request in zip(logits, requests, strict=True):
-            sampling = request.sampling
-            if sampling.logit_bias:
-                ids, bias = zip(*sampling.logit_bias, strict=True)
-                line[list(ids)] += torch.tensor(bias, device=line.device)
-            if len(request.output_ids) < sampling.min_tokens:
-                line[[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)]] = -torch.inf
         device = logits.device
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        biases = [self._bias(request) for request in requests]
+        if any(biases):
+            bias_ids, bias_indptr = _ragged([list(bias) for bias in biases], device)
+            values = column([value for bias in biases for value in bias.values()], torch.float32)
+            self._ops.apply_bias(logits, bias_ids, values, bias_indptr)
         samplings = [request.sampling for request in requests]
         if any(s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty for s in samplings):
             prompt_ids, prompt_indptr = _ragged([r.prompt_ids for r in requests], device)
@@ -103,14 +104,24 @@ class Sampler:
             column([len(r.output_ids) for r in requests], torch.int32),
         )
 
+    def _bias(self, request: Request) -> dict[int, float]:
+        """Token id to what is added to its logit; -inf forbids ending before min_tokens."""
+        sampling = request.sampling
+        bias = dict(sampling.logit_bias)
+        if len(request.output_ids) < sampling.min_tokens:
+            bias |= dict.fromkeys(sampling.stop_token_ids, -math.inf)
+            bias |= dict.fromkeys(() if sampling.ignore_eos else self._eos, -math.inf)
+        return bias
+
 
 def _argmax(logits: Tensor) -> Tensor:
     """[S, V] -> [S] int64: of equals the lowest id, as torch.argmax. Eight times faster on CPUs, whose amax is vectorised."""
     if logits.device.type != "cpu" or logits.shape[1] % _TILE:
         return logits.argmax(dim=-1)
-    tiles = logits.unflatten(1, (-1, _TILE))
+    tiles = logits.view(len(logits), -1, _TILE)
     best = tiles.amax(dim=-1).argmax(dim=-1)
-    return best * _TILE + tiles[torch.arange(len(best)), best].argmax(dim=-1)
+    winners: Tensor = best * _TILE + tiles[torch.arange(len(best)), best].argmax(dim=-1)
+    return winners
 
 
 def _ragged(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,8 @@ class Oracle:
         for name, path in adapters.items():
             self._model.load_adapter(path, adapter_name=name)
         self._model.eval()
+        self._selected: str | None = next(reversed(self.adapters))
+        self._model.set_adapter(self._selected)
 
     def chat_ids(self, prompt: str) -> list[int]:
         """The token ids of `prompt` as a user's message, up to where the assistant's turn begins."""
@@ -66,30 +68,32 @@ class Oracle:
 
         One pass over prompt and output; `output_ids` is the greedy output exactly if each is its row's argmax.
         """
+        self._select(adapter)
         ids = torch.tensor([[*prompt_ids, *output_ids[:-1]]])
-        if adapter is None:
-            with self._model.disable_adapter():
-                logits = self._model(ids, use_cache=False).logits
-        else:
-            self._model.set_adapter(adapter)
-            logits = self._model(ids, use_cache=False).logits
+        logits: Tensor = self._model(ids, use_cache=False).logits
         return logits[0, len(prompt_ids) - 1 :].float()
 
     @torch.inference_mode()
     def generate(self, adapter: str | None, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Greedy output by transformers' own generation loop."""
-        arguments = {
-            "inputs": torch.tensor([prompt_ids]),
-            "max_new_tokens": num_tokens,
-            "min_new_tokens": num_tokens,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-        }
-        if adapter is None:
-            with self._model.disable_adapter():
-                output = self._model.generate(**arguments)
-        else:
-            self._model.set_adapter(adapter)
-            output = self._model.generate(**arguments)
+        self._select(adapter)
+        output = self._model.generate(
+            inputs=torch.tensor([prompt_ids]),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
         return [int(token) for token in output[0, len(prompt_ids) :]]
+
+    def _select(self, adapter: str | None) -> None:
+        """PEFT walks over all modules to switch adapters, which takes longer than the pass: ask in their order."""
+        if adapter == self._selected:
+            return
+        if adapter is None:
+            self._model.base_model.disable_adapter_layers()
+        else:
+            self._model.base_model.enable_adapter_layers()
+            self._model.set_adapter(adapter)
+        self._selected = adapter
