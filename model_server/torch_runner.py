@@ -107,7 +107,7 @@ class TorchRunner:
         if num_pages < 1:
             raise ValueError(f"kv_bytes: {memory.kv_bytes} hold no page of {kv_bytes_per_page(config, dtype)} bytes")
         self._kv = [self._new_pages(config, num_pages, dtype) for _ in range(config.num_layers)]
-        max_rank = min(memory.max_rank, num_rows)
+        max_rank = self._rank_limit = min(memory.max_rank, num_rows)
         groups = lora_groups(config)
         self._banks = {
             group: _Bank(
@@ -155,7 +155,7 @@ class TorchRunner:
 
     def _set_max_rank(self, rank: int) -> None:
         """Kernels choose tiles by the largest rank seen so far, in powers of two: few values, few graphs."""
-        self._max_rank = 1 << (rank - 1).bit_length()
+        self._max_rank = min(1 << (rank - 1).bit_length(), self._rank_limit)
         self._lora = [
             LoraLayers(**{group: bank.layer(layer, self._max_rank) for group, bank in self._banks.items()})
             for layer in range(self._num_layers)

@@ -45,7 +45,7 @@ class Oracle:
         torch.manual_seed(0)
         for key, parameter in self._model.named_parameters():
             if "lora_B" in key:
-                torch.nn.init.normal_(parameter, std=0.02)
+                torch.nn.init.normal_(parameter, std=0.05)
         self._model.save_pretrained(directory)
         self.adapters = dict(adapters) | {name: directory / name for name in configs}
         for name, path in adapters.items():

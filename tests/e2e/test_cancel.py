@@ -76,19 +76,17 @@ async def test_while_it_prefills(client: AsyncClient, watch: StatusWatch) -> Non
 
 
 async def test_while_it_decodes_next_to_another(client: AsyncClient, watch: StatusWatch) -> None:
-    async with (
-        client.generate("Once upon a time", max_tokens=1500, ignore_eos=True) as decoding,
-        client.generate(long_prompt(), max_tokens=2) as other,
-    ):
-        await watch.until(lambda status: status.running == 2)
+    async with client.generate("Once upon a time", max_tokens=1500, ignore_eos=True) as decoding:
         await anext(aiter(decoding))
-        at_step = watch.latest.step
-        decoding.cancel()
-        freed = await watch.until(lambda status: status.running == 1)
-        assert freed.step <= at_step + 2
-        assert freed.free_pages == freed.num_pages - LONG_PAGES
-        await other.read()
-        assert len(other.token_ids) == 2
+        async with client.generate(long_prompt(), max_tokens=2) as other:
+            await watch.until(lambda status: status.running == 2)
+            at_step = watch.latest.step
+            decoding.cancel()
+            freed = await watch.until(lambda status: status.running == 1)
+            assert freed.step <= at_step + 2
+            assert freed.free_pages == freed.num_pages - LONG_PAGES
+            await other.read()
+            assert len(other.token_ids) == 2
 
 
 async def test_while_it_waits(client: AsyncClient, watch: StatusWatch) -> None:

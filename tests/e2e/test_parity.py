@@ -137,10 +137,10 @@ def _check(answers: dict[Case, Answer], expected: Expected, oracle: Oracle) -> N
 async def test_all_in_flight_together(roomy: Stack, cases: list[Case], expected: Expected, oracle: Oracle) -> None:
     answers = await _ask(roomy, cases, 0.0, "together")
     _check(answers, expected, oracle)
-    # The adapters do something, each something else: otherwise equality would prove little.
-    for prompt in range(len(PROMPTS)):
-        outputs = [tuple(answer.tokens) for (_, p), answer in answers.items() if p == prompt]
-        assert len(set(outputs)) >= len(outputs) - 2
+    # The adapters do something: otherwise equality would prove little.
+    for adapter in {case[0] for case in cases} - {None}:
+        changed = [answers[adapter, p].tokens != answers[None, p].tokens for p in range(len(PROMPTS))]
+        assert sum(changed) >= len(PROMPTS) / 2, adapter
     # The argument "each token is its row's argmax" against transformers' own generation loop.
     for case in cases[:7]:
         assert oracle.generate(case[0], oracle.chat_ids(PROMPTS[case[1]]), NUM_TOKENS) == answers[case].tokens
