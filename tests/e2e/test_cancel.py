@@ -77,7 +77,7 @@ async def test_while_it_prefills(client: AsyncClient, watch: StatusWatch) -> Non
 
 async def test_while_it_decodes_next_to_another(client: AsyncClient, watch: StatusWatch) -> None:
     async with client.generate("Once upon a time", max_tokens=1500, ignore_eos=True) as decoding:
-        await anext(aiter(decoding))
+        await watch.until(lambda status: status.running == 1)
         async with client.generate(long_prompt(), max_tokens=2) as other:
             await watch.until(lambda status: status.running == 2)
             at_step = watch.latest.step
