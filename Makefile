@@ -28,7 +28,7 @@ up: $(INSTALLED)  ## Run the whole stack until Ctrl-C
 test: $(INSTALLED)  ## Run the tests
 	$(BIN)/python -m pytest
 
-check: lint types test  ## Lint, types and tests: what CI runs
+check: lint types kernels-compile test  ## Lint, types, kernels for GPUs, tests: what CI runs
 
 lint: $(INSTALLED)  ## Ruff
 	$(BIN)/ruff check .
@@ -48,7 +48,7 @@ bench-peers: $(INSTALLED)  ## Install the engines that the benchmark compares wi
 kernels-compile: $(INSTALLED)  ## Compile every kernel for GPUs that need not be here
 	$(BIN)/python -m kernels.compile
 
-soak: $(INSTALLED)  ## Hours of mixed load, faults included
+soak: $(INSTALLED)  ## Ten minutes of mixed load; memory must stay flat
 	$(BIN)/python -m bench.soak
 
 clean:  ## Remove the environment and caches

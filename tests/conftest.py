@@ -10,6 +10,8 @@ from pathlib import Path
 # Triton decides at import whether its kernels are interpreted; tests never ask a hub for files.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Services under test share the cores with this process: its threads must not spin while they wait.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
