@@ -8,7 +8,7 @@ import time
 from gateway.queue import QueueFullError, RequestQueue
 from gateway.replicas import Replica, Replicas
 from gateway.request import Request
-from gateway.routing import choose, eligible
+from gateway.routing import choose, eligible, last_ready_s
 from observability.metrics import GatewayMetrics
 from protos.errors import deadline_exceeded, resource_exhausted, unavailable
 
@@ -25,18 +25,18 @@ class Dispatcher:
         self._metrics = metrics
         self._waiting: dict[Request, asyncio.Future[Replica]] = {}
         self._turn = 0
-        self._last_ready_s = time.monotonic()
-        replicas.on_change = self._on_change
+        replicas.on_change = self._dispatch
 
     async def place(self, request: Request, deadline_s: float | None) -> Replica:
         """Wait for a turn and a place on a replica. `deadline_s` is monotonic time.
 
-        A request that replicas have failed (`tried`) had its turn and is its tenant's next. Raises RESOURCE_EXHAUSTED
-        when the queue is full, DEADLINE_EXCEEDED in phase "queue", UNAVAILABLE when no replica is ready for too long.
+        A request that replicas have failed (`tried`) had its turn and goes before all that have not. Raises
+        RESOURCE_EXHAUSTED when the queue is full, DEADLINE_EXCEEDED in phase "queue", UNAVAILABLE when no replica that
+        may serve it is ready for too long.
         """
         entered_s = time.monotonic()
         if request.tried:
-            self._queue.put_back(request, entered_s)
+            self._queue.put_back(request)
         else:
             try:
                 self._queue.push(request, entered_s)
@@ -48,7 +48,7 @@ class Dispatcher:
         self._metrics.waiting(1, request.priority.name)
         try:
             self._dispatch()
-            await self._until_placed(placed, entered_s, deadline_s)
+            await self._until_placed(request, placed, entered_s, deadline_s)
         except BaseException:
             if placed.done():  # placed in the same moment as it was given up
                 self.release(placed.result())
@@ -81,35 +81,37 @@ class Dispatcher:
         assert len(self._waiting) == len(self._queue), "queue and waiting room disagree"
         assert all(0 <= load.outstanding <= load.max_outstanding for load in self._replicas.loads)
 
-    async def _until_placed(self, placed: asyncio.Future[Replica], entered_s: float, deadline_s: float | None) -> None:
+    async def _until_placed(
+        self, request: Request, placed: asyncio.Future[Replica], entered_s: float, deadline_s: float | None
+    ) -> None:
         while not placed.done():
             now_s = time.monotonic()
             if deadline_s is not None and now_s >= deadline_s:
                 raise deadline_exceeded("queue")
-            last_ready_s = now_s if self._any_ready() else max(entered_s, self._last_ready_s)
-            give_up_s = last_ready_s + self._replica_wait_s
+            ready_s = last_ready_s(self._replicas.loads, request, now_s)
+            give_up_s = max(entered_s, ready_s) + self._replica_wait_s
             if now_s >= give_up_s:
                 raise unavailable("no model server is ready", _RETRY_AFTER_S)
             until_s = give_up_s if deadline_s is None else min(give_up_s, deadline_s)
             await asyncio.wait([placed], timeout=until_s - now_s)
 
-    def _any_ready(self) -> bool:
-        return any(load.ready for load in self._replicas.loads)
-
-    def _on_change(self) -> None:
-        if not self._any_ready():
-            self._last_ready_s = time.monotonic()
-        self._dispatch()
-
     def _dispatch(self) -> None:
-        """Place whom there is room for, in the queue's order."""
-        while (request := self._queue.peek(time.monotonic())) is not None:
-            load = choose(self._replicas.loads, request)
-            if load is None:
+        """Place whom there is room for: each returned request that has a replica, then the queue in its order."""
+        for request in self._queue.returned:
+            self._try_to_place(request)
+        while (head := self._queue.peek(time.monotonic())) is not None:
+            # None of the queue has been tried anywhere: where there is no room for the first there is none for any.
+            if not self._try_to_place(head):
                 return
-            self._queue.take(request)
-            self._turn += 1
-            load.last_used = self._turn
-            load.outstanding += 1
-            self._metrics.outstanding(1, load.address)
-            self._waiting[request].set_result(self._replicas[load.address])
+
+    def _try_to_place(self, request: Request) -> bool:
+        load = choose(self._replicas.loads, request)
+        if load is None:
+            return False
+        self._queue.take(request)
+        self._turn += 1
+        load.last_used = self._turn
+        load.outstanding += 1
+        self._metrics.outstanding(1, load.address)
+        self._waiting[request].set_result(self._replicas[load.address])
+        return True

@@ -6,6 +6,9 @@ with the smallest virtual token counter goes first (start-time fair queuing): a 
 counter when it is taken, and a tenant that was idle starts at the level of the last one served, so it neither saves up
 credit nor loses its turn. Within a tenant it is first in, first out.
 
+Beside the classes stand the returned requests: they had their turn and have paid for it, but a replica failed them. They
+come before everyone, and because each may go to some replicas only, none of them makes another wait.
+
 Pure: time comes as an argument and must not run backwards.
 """
 
@@ -36,12 +39,15 @@ class RequestQueue:
         self._promote_after_s = promote_after_s
         self._classes = {priority: _Class() for priority in Priority}
         self._class_of: dict[Request, Priority] = {}
+        self._returned: dict[Request, None] = {}  # oldest first
 
     def __len__(self) -> int:
-        return len(self._class_of)
+        return len(self._class_of) + len(self._returned)
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._class_of
+    @property
+    def returned(self) -> tuple[Request, ...]:
+        """Requests that were put back, to be taken in this order as far as there is a replica for each."""
+        return tuple(self._returned)
 
     def push(self, request: Request, now_s: float) -> None:
         """Raises QueueFullError at the limit."""
@@ -49,16 +55,13 @@ class RequestQueue:
             raise QueueFullError
         self._enter(request, request.priority, now_s)
 
-    def put_back(self, request: Request, now_s: float) -> None:
-        """Return a request that was taken: next of its tenant, its cost given back. Not subject to the limit."""
-        priority = request.priority if request.charged is None else request.charged
-        self.charge(request, -request.cost)
-        request.charged = None
-        self._enter(request, priority, now_s)
-        self._classes[priority].tenants[request.tenant].move_to_end(request, last=False)
+    def put_back(self, request: Request) -> None:
+        """Return a request that was taken. Its tenant stays charged, once; the limit does not hold for it, but it counts
+        towards the limit for others."""
+        self._returned[request] = None
 
     def peek(self, now_s: float) -> Request | None:
-        """The next request, which stays."""
+        """The next request but for the returned ones, which stays."""
         self._promote(now_s)
         for priority in sorted(Priority, reverse=True):
             queue = self._classes[priority]
@@ -68,7 +71,10 @@ class RequestQueue:
         return None
 
     def take(self, request: Request) -> None:
-        """Remove a request that peek returned and charge its tenant."""
+        """Remove a request that `peek` or `returned` gave, and charge its tenant unless that is done."""
+        if request in self._returned:
+            del self._returned[request]
+            return
         request.charged = self._class_of[request]
         queue = self._classes[request.charged]
         queue.level = max(queue.level, queue.served[request.tenant])
@@ -77,9 +83,12 @@ class RequestQueue:
 
     def remove(self, request: Request) -> bool:
         """Drop a request that is no longer wanted; False when it was not waiting."""
-        if request not in self._class_of:
+        if request in self._returned:
+            del self._returned[request]
+        elif request in self._class_of:
+            self._leave(request)
+        else:
             return False
-        self._leave(request)
         return True
 
     def charge(self, request: Request, tokens: int) -> None:
@@ -96,7 +105,9 @@ class RequestQueue:
             assert all(self._class_of[request] is priority for request in by_tenant)
             times = list(queue.entered.values())
             assert times == sorted(times), f"{priority.name}: order of entry is broken"
-        assert len(self) == sum(len(queue.entered) for queue in self._classes.values())
+        assert len(self._class_of) == sum(len(queue.entered) for queue in self._classes.values())
+        assert not self._returned.keys() & self._class_of.keys(), "a returned request waits twice"
+        assert all(request.charged is not None for request in self._returned), "a returned request has not been taken"
 
     def _head_entered(self, queue: _Class, tenant: str) -> float:
         return queue.entered[next(iter(queue.tenants[tenant]))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class Replica:
     def _changed(self) -> None:
         ready = self._healthy and self._known and not self.status.draining
         if ready != self.load.ready:
+            self.load.last_ready_s = time.monotonic()
             self.load.ready = ready
             log.info("replica ready" if ready else "replica not ready", replica=self.load.address)
             self._on_change()

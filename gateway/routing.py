@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ class ReplicaLoad:
     outstanding: int = 0
     resident: frozenset[AdapterRef] = frozenset()
     last_used: int = 0  # turn of the last request it was given
+    last_ready_s: float = -math.inf  # when it stopped being ready
 
 
 def choose(replicas: Iterable[ReplicaLoad], request: Request) -> ReplicaLoad | None:
@@ -33,3 +35,9 @@ def choose(replicas: Iterable[ReplicaLoad], request: Request) -> ReplicaLoad | N
 def eligible(replicas: Iterable[ReplicaLoad], request: Request) -> list[ReplicaLoad]:
     """Those that may serve `request` once they have room."""
     return [replica for replica in replicas if replica.ready and replica.address not in request.tried]
+
+
+def last_ready_s(replicas: Iterable[ReplicaLoad], request: Request, now_s: float) -> float:
+    """When a replica that may serve `request` was last ready: `now_s` while one is, -inf where none ever was."""
+    untried = [replica for replica in replicas if replica.address not in request.tried]
+    return max((now_s if replica.ready else replica.last_ready_s for replica in untried), default=-math.inf)

@@ -89,6 +89,65 @@ async def test_tries_are_bounded_and_the_last_refusal_is_told(start_world):  # F
     await world.idle()
 
 
+async def one_that_waits_for_the_full_second(start_world, **config):
+    """A world whose first server drops the prompt "drop" and whose second is full; a call that the first has dropped;
+    an event that ends what fills the second."""
+    end = asyncio.Event()
+
+    async def drops(request, context):
+        if request.prompt.text == "drop":
+            raise errors.unavailable("dropped")
+        async for item in answers(1)(request, context):
+            yield item
+
+    async def holds(request, context):
+        yield accepted(request)
+        await end.wait()
+        yield finished(0)
+
+    world = await start_world(drops, holds, max_outstanding=1, **config)
+    first, second = world.servers
+    await first.set_status(draining=True)
+    await until(lambda: not world.loads()[first.address].ready)
+    filling = asyncio.create_task(ending(world.stub.Generate(ask())))
+    await until(lambda: second.running == 1)
+    await first.set_status(draining=False)
+    await until(lambda: world.loads()[first.address].ready)
+    dropped = asyncio.create_task(ending(world.stub.Generate(ask(text="drop"))))
+    await until(lambda: first.ended == ["failed"] and world.gateway.dispatcher.num_waiting == 1)
+    world.gateway.dispatcher.check_integrity()
+    return world, dropped, filling, end
+
+
+async def test_one_that_waits_for_a_full_replica_blocks_nobody(start_world):
+    world, dropped, filling, end = await one_that_waits_for_the_full_second(start_world)
+    for _ in range(3):
+        events, error = await asyncio.wait_for(ending(world.stub.Generate(ask())), 2)
+        assert error is None and events[0].accepted.replica == world.server.address
+    assert not dropped.done()
+    end.set()
+    events, error = await dropped
+    assert error is None and events[0].accepted.replica == world.servers[1].address
+    assert (await filling)[1] is None
+    await world.idle()
+
+
+async def test_one_whose_last_replica_goes_is_told_so_and_blocks_nobody(start_world):
+    world, dropped, filling, end = await one_that_waits_for_the_full_second(start_world, replica_wait_s=0.5)
+    await asyncio.sleep(0.6)
+    assert not dropped.done(), "full is not gone"
+    await world.servers[1].set_status(draining=True)
+    await until(lambda: not world.loads()[world.servers[1].address].ready)
+    gone_s = time.monotonic()
+    assert (await asyncio.wait_for(ending(world.stub.Generate(ask())), 2))[1] is None
+    _, error = await asyncio.wait_for(dropped, 3)
+    assert error.code is grpc.StatusCode.UNAVAILABLE and "no model server" in error.message
+    assert 0.4 < time.monotonic() - gone_s
+    end.set()
+    await filling
+    await world.idle()
+
+
 async def test_a_request_is_not_tried_elsewhere_once_it_has_begun(start_world):
     async def breaks(request, context):
         yield accepted(request)

@@ -27,7 +27,7 @@ def filled(*requests, limit=10_000, promote_after_s=NEVER):
 
 
 def take(queue, now_s=0.0):
-    item = queue.peek(now_s)
+    item = next(iter(queue.returned), None) or queue.peek(now_s)
     if item is not None:
         queue.take(item)
     queue.check_integrity()
@@ -56,13 +56,29 @@ def test_full_is_refused_and_a_place_becomes_free():
     assert len(queue) == 2
 
 
-def test_one_that_is_put_back_is_next_of_its_tenant_and_costs_it_once():
+def test_one_that_is_put_back_comes_first_and_costs_its_tenant_once():
     first, second = request("a", cost=10), request("a", cost=10)
     other, later = request("b", cost=15), request("b", cost=15)
     queue = filled(first, second, other, later)
     assert take(queue) is first
-    queue.put_back(first, 1.0)
-    assert drain(queue) == [other, first, second, later]
+    queue.put_back(first)
+    assert queue.returned == (first,) and queue.peek(1.0) is other, "it does not stand in the way"
+    assert drain(queue) == [first, other, second, later]
+
+
+def test_what_is_put_back_counts_towards_the_limit():
+    first = request()
+    queue = filled(first, limit=2)
+    take(queue)
+    queue.push(request(), 0.0)
+    queue.push(request(), 0.0)
+    queue.put_back(first)
+    assert len(queue) == 3
+    assert queue.remove(first) and not queue.remove(first) and len(queue) == 2
+    queue.put_back(first)
+    queue.remove(queue.peek(0.0))
+    with pytest.raises(QueueFullError):
+        queue.push(request(), 0.0)
 
 
 def test_an_idle_tenant_saves_up_no_credit():
@@ -153,7 +169,7 @@ def test_every_request_leaves_once_whatever_happens(steps):
                 taken.append(item)
         elif step == "back" and taken:
             item = taken.pop(number % len(taken))
-            queue.put_back(item, float(now_s))
+            queue.put_back(item)
             waiting.add(item)
         elif step == "drop" and waiting:
             item = sorted(waiting, key=lambda request: request.request_id)[number % len(waiting)]

@@ -1,11 +1,12 @@
 """Where a request goes, and that load stays even over many."""
 
+import math
 import random
 
 import pytest
 
 from gateway.request import AdapterRef, Priority, Request
-from gateway.routing import ReplicaLoad, choose
+from gateway.routing import ReplicaLoad, choose, last_ready_s
 
 ALPHA = AdapterRef("alpha", "sha256:1")
 
@@ -60,3 +61,12 @@ def test_load_stays_even(seed):
         load.last_used = turn
         given[load.address] += 1
     assert max(given.values()) - min(given.values()) < 0.1 * sum(given.values())
+
+
+def test_when_a_replica_for_it_was_last_ready():
+    a, b = replica("a"), replica("b", ready=False)
+    assert last_ready_s([a, b], request(), 9.0) == 9.0
+    assert last_ready_s([a, b], request(tried="a"), 9.0) == -math.inf, "never ready"
+    b.last_ready_s = 4.0
+    assert last_ready_s([a, b], request(tried="a"), 9.0) == 4.0
+    assert last_ready_s([a, b], request(tried="ab"), 9.0) == -math.inf
