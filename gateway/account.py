@@ -58,8 +58,7 @@ class Account:
         if sampling.HasField("top_k"):
             attributes[spans.REQUEST_TOP_K] = sampling.top_k
         if sampling.HasField("seed"):
-            # Attributes are signed 64-bit numbers, a seed is unsigned.
-            attributes[spans.REQUEST_SEED] = sampling.seed & (2**63 - 1)
+            attributes[spans.REQUEST_SEED] = spans.signed(sampling.seed)
         self._span.set_attributes(attributes)
 
     def event(self, event: common_pb2.GenerateEvent) -> None:
@@ -78,7 +77,7 @@ class Account:
                 self._span.set_attributes(
                     {spans.REQUEST_MODEL: self._base_model, spans.RESPONSE_MODEL: self._base_model}
                 )
-        else:
+        elif kind == "finished":
             self._usage.CopyFrom(event.finished.usage)
             reason = common_pb2.FinishReason.Name(event.finished.reason).removeprefix("FINISH_REASON_").lower()
             self._span.set_attributes(

@@ -101,6 +101,11 @@ class Replicas:
     def loads(self) -> list[ReplicaLoad]:
         return [replica.load for replica in self]
 
+    @property
+    def context_length(self) -> int:
+        """Of the base model; 0 until a replica has told."""
+        return next(filter(None, (replica.status.context_length for replica in self)), 0)
+
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:

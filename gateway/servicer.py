@@ -34,6 +34,11 @@ _PRIORITIES = {
 # What fairness expects of a request that does not say, until its Finished tells.
 _EXPECTED_OUTPUT_TOKENS = 256
 _BYTES_PER_TOKEN = 4
+# GenerateUnary's answer is one message: its log probabilities get this much of serving.MAX_MESSAGE_BYTES.
+_MAX_LOGPROBS_BYTES = 3 * 1024 * 1024
+_BYTES_PER_LOGPROB = 12
+# A model server's default for max_tokens is its own affair; it is taken to be no more than this.
+_MOST_DEFAULT_TOKENS = 4096
 # Our deadline lies this much before the caller's, so that the typed error arrives before the call is cut.
 _DEADLINE_MARGIN_S = 0.02
 _DEADLINE_MARGIN_SHARE = 0.1
@@ -103,10 +108,10 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
                 aliases=adapter.aliases,
                 revisions=len(adapter.created),
             )
+        response.context_length = self._replicas.context_length
         for replica in self._replicas:
             status = replica.status
             response.base_model = response.base_model or status.base_model
-            response.context_length = response.context_length or status.context_length
             response.replicas.add(
                 address=replica.load.address,
                 ready=replica.load.ready,
@@ -122,7 +127,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
         account = Account(self._metrics, streamed)
         error: str | None = "CANCELLED"
         try:
-            request, forwarded = self._accept(message, context)
+            request, forwarded = self._accept(message, context, streamed)
             account.admitted(request, message)
             deadline_s = _deadline_s(context)
             try:
@@ -140,13 +145,15 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
             account.close(error)
 
     def _accept(
-        self, message: gateway_pb2.GenerateRequest, context: _Context
+        self, message: gateway_pb2.GenerateRequest, context: _Context, streamed: bool
     ) -> tuple[Request, model_server_pb2.ServerGenerateRequest]:
         """Authenticate, validate, resolve."""
         tenant = self._tenants.authenticate(_pairs(context))
         check_prompt(message.prompt)
         check_sampling(message.sampling)
         check_priority(message.priority)
+        if not streamed:
+            _check_answer_size(message.sampling, self._replicas.context_length)
         adapter = self._resolve(message.target)
         request = Request(
             request_id=logs.request_id() or uuid.uuid4().hex,
@@ -197,7 +204,24 @@ def _expected_tokens(message: gateway_pb2.GenerateRequest) -> int:
         prompt_tokens = len(prompt.token_ids.ids)
     else:
         prompt_tokens = prompt.ByteSize() // _BYTES_PER_TOKEN
-    return max(1, prompt_tokens) + (message.sampling.max_tokens or _EXPECTED_OUTPUT_TOKENS)
+    output_tokens = message.sampling.max_tokens or _EXPECTED_OUTPUT_TOKENS
+    return max(1, prompt_tokens) + max(1, message.sampling.n) * output_tokens
+
+
+def _check_answer_size(sampling: common_pb2.SamplingParams, context_length: int) -> None:
+    """INVALID_ARGUMENT where the log probabilities may not fit into one message; `context_length` 0 is unknown."""
+    if not sampling.HasField("logprobs"):
+        return
+    tokens = sampling.max_tokens or _MOST_DEFAULT_TOKENS
+    if context_length:
+        tokens = min(tokens, context_length)
+    num_bytes = max(1, sampling.n) * tokens * (1 + sampling.logprobs) * _BYTES_PER_LOGPROB
+    if num_bytes > _MAX_LOGPROBS_BYTES:
+        raise invalid_argument(
+            "sampling.logprobs",
+            f"{sampling.logprobs} for each of {max(1, sampling.n)} × {tokens} tokens may not fit into one message; "
+            "ask for fewer, or call Generate, which streams",
+        )
 
 
 def _pairs(context: _Context) -> list[tuple[str, str | bytes]]:

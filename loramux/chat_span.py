@@ -19,7 +19,6 @@ _PARAMETERS = {
     "temperature": spans.REQUEST_TEMPERATURE,
     "top_p": spans.REQUEST_TOP_P,
     "top_k": spans.REQUEST_TOP_K,
-    "seed": spans.REQUEST_SEED,
 }
 
 
@@ -39,6 +38,8 @@ class ChatSpan:
         for field, name in _PARAMETERS.items():
             if request.sampling.HasField(field):  # type: ignore[arg-type]
                 attributes[name] = getattr(request.sampling, field)
+        if request.sampling.HasField("seed"):
+            attributes[spans.REQUEST_SEED] = spans.signed(request.sampling.seed)
         self._span = spans.start(f"{_OPERATION} {adapter.adapter_id}".rstrip(), SpanKind.CLIENT, None, attributes)
 
     def current(self) -> AbstractContextManager[Any]:

@@ -65,6 +65,11 @@ def model_name(base_model: str, adapter_id: str = "", revision: str = "") -> str
     return f"{adapter_id}@{revision}" if revision else adapter_id
 
 
+def signed(value: int) -> int:
+    """An unsigned 64-bit `value` as an attribute can carry it, which is signed: without its highest bit."""
+    return value & (2**63 - 1)
+
+
 def start(
     name: str,
     kind: SpanKind = SpanKind.INTERNAL,

@@ -205,7 +205,9 @@ class ChatMessages(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
+        """at most 1024"""
+
     def __init__(
         self,
         *,
@@ -221,6 +223,8 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
+    """At most 1 MiB of text or messages."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXT_FIELD_NUMBER: _builtins.int
@@ -324,14 +328,16 @@ class SamplingParams(_message.Message):
     """As `logprobs`, for the prompt's tokens, in PromptEcho. Such a request takes nothing from the prefix cache."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits. Token id to bias in [-100, 100]."""
+        """Added to the logits. Token id to bias in [-100, 100]; at most 1024 entries."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Generation ends before the first of these; it is not part of the text. At most 16, none empty."""
 
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """at most 1024"""
+
     def __init__(
         self,
         *,

@@ -12,7 +12,10 @@ from protos import common_pb2 as pb
 from protos.errors import invalid_argument, quote
 
 MAX_PROMPT_BYTES = 1024 * 1024
+MAX_MESSAGES = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
 ROLES = ("system", "user", "assistant")
@@ -33,12 +36,16 @@ def check_prompt(prompt: pb.Prompt) -> None:
     else:
         if not prompt.chat.messages:
             raise invalid_argument("prompt.chat", "has no messages")
+        if len(prompt.chat.messages) > MAX_MESSAGES:
+            raise invalid_argument(
+                "prompt.chat", f"has {len(prompt.chat.messages)} messages, at most {MAX_MESSAGES}"
+            )
+        _check_size("prompt.chat", prompt.chat.ByteSize())
         for index, message in enumerate(prompt.chat.messages):
             if message.role not in ROLES:
                 raise invalid_argument(
                     f"prompt.chat.messages[{index}].role", f"is {quote(message.role)}, not one of {', '.join(ROLES)}"
                 )
-        _check_size("prompt.chat", sum(len(message.content.encode()) for message in prompt.chat.messages))
 
 
 def check_sampling(sampling: pb.SamplingParams) -> None:
@@ -59,10 +66,11 @@ def check_sampling(sampling: pb.SamplingParams) -> None:
         _check_range("presence_penalty", sampling.presence_penalty, low=-2.0, high=2.0)
     if sampling.HasField("frequency_penalty"):
         _check_range("frequency_penalty", sampling.frequency_penalty, low=-2.0, high=2.0)
+    _check_count("logit_bias", len(sampling.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in sampling.logit_bias.items():
         _check_range(f"logit_bias[{token_id}]", bias, low=-100.0, high=100.0)
-    if len(sampling.stop) > MAX_STOP_STRINGS:
-        raise invalid_argument("sampling.stop", f"has {len(sampling.stop)} strings, at most {MAX_STOP_STRINGS}")
+    _check_count("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    _check_count("stop", len(sampling.stop), MAX_STOP_STRINGS)
     for index, stop in enumerate(sampling.stop):
         if not stop:
             raise invalid_argument(f"sampling.stop[{index}]", "is empty")
@@ -98,6 +106,11 @@ def _check_range(
         *([f"at most {high:g}"] if high < math.inf else []),
     ]
     raise invalid_argument(f"sampling.{name}", f"is {value:g}, must be finite and {' and '.join(bounds)}")
+
+
+def _check_count(name: str, number: int, limit: int) -> None:
+    if number > limit:
+        raise invalid_argument(f"sampling.{name}", f"has {number} entries, at most {limit}")
 
 
 def _check_size(field: str, num_bytes: int) -> None:

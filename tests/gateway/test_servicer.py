@@ -123,6 +123,8 @@ BAD = [
     (ask(min_tokens=5, max_tokens=4), "sampling.min_tokens"),
     (ask(logprobs=21), "sampling.logprobs"),
     (ask(logprobs=-1), "sampling.logprobs"),
+    (ask(logit_bias=dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias"),
+    (ask(stop_token_ids=[5] * 1025), "sampling.stop_token_ids"),
     (ask(priority=9), "priority"),
 ]
 
@@ -132,6 +134,13 @@ def prompts():
         (pb.Prompt(token_ids=pb.TokenIds()), "prompt.token_ids"),
         (pb.Prompt(chat=pb.ChatMessages()), "prompt.chat"),
         (pb.Prompt(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="wizard")])), "prompt.chat.messages[0].role"),
+        (pb.Prompt(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user")] * 1025)), "prompt.chat"),
+        (
+            pb.Prompt(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="é" * 600_000)])),
+            "prompt.chat",
+        ),
+        # Whatever carries the bytes.
+        (pb.Prompt(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="x" * 1_100_000)])), "prompt.chat"),
     ):
         request = ask()
         request.prompt.CopyFrom(prompt)
@@ -146,6 +155,23 @@ async def test_every_bad_field_is_named_and_the_server_lives(start_world):
             assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
     assert world.server.requests == []
     assert (await world.stub.GenerateUnary(ask(top_p=1, temperature=0, logprobs=0))).choices[0].text == "xxxx"
+
+
+async def test_logprobs_that_may_not_fit_into_one_message_are_refused_before_any_work(start_world):
+    world = await start_world(answers())
+    await world.server.set_status(context_length=1_000_000)
+    await until(lambda: world.gateway.replicas.context_length == 1_000_000)
+    too_many = ask(max_tokens=4096, logprobs=20, n=16), ask(max_tokens=100_000, logprobs=2), ask(logprobs=20, n=4)
+    for request in too_many:
+        error = await refusal(world.stub.GenerateUnary(request))
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "sampling.logprobs")
+    assert world.server.requests == []
+    for request in (ask(max_tokens=512, logprobs=20, n=16), ask(max_tokens=100_000), ask(logprobs=20)):
+        assert (await world.stub.GenerateUnary(request)).choices[0].text
+    assert (await world.stub.Generate(too_many[0]).read()).HasField("accepted"), "streams have no such limit"
+    await world.server.set_status(context_length=512)
+    await until(lambda: world.gateway.replicas.context_length == 512)
+    assert (await world.stub.GenerateUnary(too_many[0])).choices[0].text, "the context ends before"
 
 
 async def test_a_message_over_the_transport_limit_is_refused(start_world):

@@ -36,13 +36,14 @@ def chain(exporter: InMemorySpanExporter, name: str) -> tuple[ReadableSpan, Read
 
 def test_a_finished_stream(server: ScriptedServer, exporter: InMemorySpanExporter) -> None:
     with Client(server.address) as client:
-        client.generate("Hi", adapter="sentiment", max_tokens=5).read()
+        client.generate("Hi", adapter="sentiment", max_tokens=5, seed=2**63 + 7).read()
     server.close_calls()
     top, *_ = chain(exporter, "chat sentiment")
     attributes = top.attributes or {}
     assert attributes["gen_ai.request.model"] == "sentiment"
     assert attributes["gen_ai.response.model"] == f"sentiment@{scripted.REVISION}"
     assert attributes["gen_ai.request.max_tokens"] == 5
+    assert attributes["gen_ai.request.seed"] == 7, "an attribute is signed, a seed is not"
     assert attributes["gen_ai.response.finish_reasons"] == ("length",)
     assert attributes["gen_ai.usage.output_tokens"] == 3
     assert top.status.status_code is StatusCode.UNSET
