@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protos import adapter_store_pb2, errors, serving
+from protos.adapter_format import CONFIG_FILE, TENSORS_FILE
 
 # Bytes sent so far, bytes in all.
 Progress = Callable[[int, int], None]
 
-_CONFIG = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
 # Sent only where there is nothing better, so that the store's refusal can say why pickles are not taken.
 _PICKLE = "adapter_model.bin"
 
@@ -48,10 +47,10 @@ def prepare(directory: str | Path, adapter_id: str, alias: str | None) -> Upload
     folder = Path(directory)
     if not folder.is_dir():
         raise errors.invalid_argument("directory", f"{errors.quote(str(directory))} is not a directory")
-    weights = _WEIGHTS if (folder / _WEIGHTS).exists() or not (folder / _PICKLE).exists() else _PICKLE
-    paths = tuple(folder / name for name in (_CONFIG, weights) if (folder / name).is_file())
+    weights = TENSORS_FILE if (folder / TENSORS_FILE).exists() or not (folder / _PICKLE).exists() else _PICKLE
+    paths = tuple(folder / name for name in (CONFIG_FILE, weights) if (folder / name).is_file())
     if not paths:
-        raise errors.invalid_argument("directory", f"{errors.quote(str(directory))} holds no {_CONFIG} or {_WEIGHTS}")
+        raise errors.invalid_argument("directory", f"{errors.quote(str(directory))} holds no {CONFIG_FILE} or {TENSORS_FILE}")
     header = adapter_store_pb2.PutHeader(adapter_id=adapter_id, alias=alias or "")
     for path in paths:
         with path.open("rb") as file:
