@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from model_server.request import AdapterRef
@@ -61,6 +62,11 @@ class AdapterBank:
 
     # Host tier -------------------------------------------------------------------------------------------------------
 
+    @property
+    def num_bytes_in_use(self) -> int:
+        """Host bytes of adapters that waiting or running requests need."""
+        return sum(adapter.num_bytes for adapter in self.host.values() if adapter.num_users)
+
     def has_host(self, ref: AdapterRef) -> bool:
         return ref in self.host
 
@@ -100,26 +106,23 @@ class AdapterBank:
 
     # Device tier -----------------------------------------------------------------------------------------------------
 
-    def can_acquire(self, ref: AdapterRef) -> bool:
-        if ref in self.resident:
-            return True
-        return self._victims(self.host[ref].rank_rows) is not None
+    def can_acquire(self, ref: AdapterRef, leaving: Mapping[AdapterRef, int] = MappingProxyType({})) -> bool:
+        """Whether it is resident or could be made so, once so many running users of each adapter have left."""
+        return ref in self.resident or self._victims(self.host[ref].rank_rows, leaving) is not None
 
-    def acquire(self, ref: AdapterRef) -> tuple[int, list[AdapterRef], Load | None]:
-        """One more running user. Returns its index, who was evicted for it, and the load to do if it was not resident.
+    def acquire(self, ref: AdapterRef) -> tuple[int, Load | None]:
+        """One more running user. Returns its index and the load to do if it was not resident, evictions done.
 
         Only after `can_acquire(ref)`.
         """
         self._clock += 1
-        evicted: list[AdapterRef] = []
         load = None
         if ref not in self.resident:
             host = self.host[ref]
-            victims = self._victims(host.rank_rows)
+            victims = self._victims(host.rank_rows, {})
             assert victims is not None, "acquire without can_acquire"
             for victim in victims:
                 self._evict(victim)
-                evicted.append(victim)
             rows = {group: [self._free_rows[group].pop() for _ in range(n)] for group, n in host.rank_rows.items()}
             index = self._free_indices.pop()
             self.resident[ref] = Resident(index, rows)
@@ -127,13 +130,13 @@ class AdapterBank:
         resident = self.resident[ref]
         resident.num_users += 1
         resident.last_used = self._clock
-        return resident.index, evicted, load
+        return resident.index, load
 
     def leave(self, ref: AdapterRef) -> None:
         """One running user less. It stays resident until its rows are needed."""
         self.resident[ref].num_users -= 1
 
-    def _victims(self, need: Mapping[str, int]) -> list[AdapterRef] | None:
+    def _victims(self, need: Mapping[str, int], leaving: Mapping[AdapterRef, int]) -> list[AdapterRef] | None:
         """Unused residents to evict, least recently used first, to make room for `need`; None where that is not enough."""
         missing = {g: n - len(self._free_rows.get(g, ())) for g, n in need.items()}
         missing_indices = 1 - len(self._free_indices)
@@ -141,7 +144,7 @@ class AdapterBank:
         if missing_indices <= 0 and all(n <= 0 for n in missing.values()):
             return victims
         for ref, resident in sorted(self.resident.items(), key=lambda item: item[1].last_used):
-            if resident.num_users:
+            if resident.num_users > leaving.get(ref, 0):
                 continue
             victims.append(ref)
             missing_indices -= 1

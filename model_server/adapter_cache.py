@@ -1,156 +1,170 @@
 """Adapters on local disk, by revision: fetched from the store once, verified against their digest, bounded in bytes.
 
 Lives in the serving process: network and hashing stay away from the engine. A revision's directory appears by an atomic
-rename once every file's digest and the revision's own are right, so what is there is whole.
+rename once it is verified and on disk, so what is there is whole. Model servers may share the directory: a revision's lock
+file is held shared by whoever reads it, and alone by whoever fetches or deletes it, so each is fetched once per node.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Final
 
-import grpc
-import grpc.aio
-
+from model_server import adapter_fetch
 from model_server.request import AdapterRef
 from observability import logs
-from protos import adapter_format, adapter_store_pb2, common_pb2, errors
+from protos import adapter_format, errors
 from protos.adapter_store_pb2_grpc import AdapterStoreStub
 
 log = logs.get(__name__)
 
+_MAX_FETCHES: Final = 8
+_TEMPORARY: Final = ("fetching-", "evicting-")
+
+
+class _Lock:
+    """A lock on one revision, between threads and processes alike. Lock files stay: deleting one would split its holders."""
+
+    def __init__(self, path: Path, operation: int) -> None:
+        """`operation` as for flock; raises BlockingIOError with LOCK_NB when another holds it."""
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, operation)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def release(self) -> None:
+        os.close(self._file)
+
 
 class AdapterCache:
-    """`ensure` and `release` belong together: a directory in use is not evicted."""
+    """`ensure` and `release` belong together: a directory in use is not deleted."""
 
     def __init__(self, directory: Path, limit_bytes: int, store: AdapterStoreStub | None) -> None:
         self._directory = directory / "adapters"
         self._limit_bytes = limit_bytes
         self._store = store
-        self._fetches: dict[str, asyncio.Task[Path]] = {}
-        self._users: dict[str, int] = {}
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(_MAX_FETCHES)
+        self._held: dict[str, list[_Lock]] = {}
         self._directory.mkdir(parents=True, exist_ok=True)
-        # What an interrupted fetch left behind; a complete revision never has this name.
-        for stale in self._directory.glob("fetching-*"):
-            shutil.rmtree(stale, ignore_errors=True)
+        # What an interrupted fetch or deletion left behind, unless another server is at it.
+        for prefix in _TEMPORARY:
+            for stale in self._directory.glob(f"{prefix}*"):
+                with contextlib.suppress(BlockingIOError), self._alone(stale.name.split(".")[0].removeprefix(prefix)):
+                    shutil.rmtree(stale, ignore_errors=True)
 
     async def ensure(self, ref: AdapterRef) -> Path:
         """The directory with the adapter's files; fetched first where it is missing, once for all who ask.
 
         Raises ServiceError: what the store reported, or UNAVAILABLE when it cannot be reached or sent wrong bytes.
         """
-        self._users[ref.revision] = self._users.get(ref.revision, 0) + 1
-        try:
-            cached = self._cached(ref)
-            if cached is not None:
-                return cached
-            fetch = self._fetches.get(ref.revision)
+        name = _name(ref)
+        while (lock := await asyncio.to_thread(self._hold, name)) is None:
+            fetch = self._fetches.get(name)
             if fetch is None:
-                fetch = self._fetches[ref.revision] = asyncio.create_task(self._fetch(ref))
-                fetch.add_done_callback(lambda _: self._fetches.pop(ref.revision))
-            return await asyncio.shield(fetch)
-        except BaseException:
-            self.release(ref)
-            raise
+                fetch = self._fetches[name] = asyncio.create_task(self._fetch(ref, name))
+                fetch.add_done_callback(lambda _: self._fetches.pop(name))
+            await asyncio.shield(fetch)
+        self._held.setdefault(name, []).append(lock)
+        return self._directory / name
 
-    def release(self, ref: AdapterRef) -> None:
-        self._users[ref.revision] -= 1
-        if not self._users[ref.revision]:
-            del self._users[ref.revision]
+    def release(self, ref: AdapterRef, readable: bool = True) -> None:
+        """Done with the files. Not `readable`: they are damaged, and are fetched anew when next asked for."""
+        name = _name(ref)
+        self._held[name].pop().release()
+        if not self._held[name]:
+            del self._held[name]
+        if not readable:
+            with contextlib.suppress(BlockingIOError):
+                self._delete(name)
 
-    def _cached(self, ref: AdapterRef) -> Path | None:
-        path = self._path(ref)
+    def _hold(self, name: str) -> _Lock | None:
+        """A shared lock on a revision that is there."""
+        path = self._directory / name
         if not path.is_dir():
             return None
-        os.utime(path)  # used now: evicted later
-        return path
+        lock = _Lock(self._lock_path(name), fcntl.LOCK_SH)
+        if not path.is_dir():  # deleted while we waited
+            lock.release()
+            return None
+        os.utime(path)  # used now: deleted later
+        return lock
 
-    def _path(self, ref: AdapterRef) -> Path:
-        return self._directory / adapter_format.check_revision(ref.revision).replace(":", "-")
-
-    async def _fetch(self, ref: AdapterRef) -> Path:
+    async def _fetch(self, ref: AdapterRef, name: str) -> None:
         if self._store is None:
             raise errors.failed_precondition("adapter_store", ref.adapter_id, "this model server has no adapter store")
-        target = self._path(ref)
-        temporary = Path(tempfile.mkdtemp(prefix="fetching-", dir=self._directory))
-        try:
-            digests = await self._receive(ref, temporary)
-            revision = adapter_format.revision_digest(digests)
-            if revision != ref.revision:
-                raise errors.unavailable(f"the store sent {revision} for {ref.adapter_id}@{ref.revision}")
-            await asyncio.to_thread(self._keep, temporary, target)
-            log.info("adapter_fetched", adapter_id=ref.adapter_id, revision=ref.revision)
-            return target
-        except grpc.aio.AioRpcError as error:
-            reported = errors.from_rpc_error(error)
-            if reported.code is grpc.StatusCode.UNAVAILABLE and not reported.details:
-                # Said by gRPC, of the connection: passed on as it is, it would be taken for the model server's own.
-                reported = errors.unavailable(f"the adapter store cannot be reached: {reported.message}", 1.0)
-            raise reported from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        async with self._slots:
+            lock = await asyncio.to_thread(_Lock, self._lock_path(name), fcntl.LOCK_EX)
+            try:
+                if await asyncio.to_thread((self._directory / name).is_dir):
+                    return  # another server was faster
+                temporary = Path(
+                    await asyncio.to_thread(tempfile.mkdtemp, prefix=f"fetching-{name}.", dir=self._directory)
+                )
+                try:
+                    await adapter_fetch.fetch(self._store, ref, temporary)
+                    await asyncio.to_thread(self._keep, temporary, name)
+                finally:
+                    await asyncio.to_thread(shutil.rmtree, temporary, ignore_errors=True)
+            finally:
+                lock.release()
+        log.info("adapter_fetched", adapter_id=ref.adapter_id, revision=ref.revision)
 
-    async def _receive(self, ref: AdapterRef, directory: Path) -> list[tuple[str, str]]:
-        """Write the files of `ref` into `directory`; their (name, sha256). Raises UNAVAILABLE for bytes that differ."""
-        assert self._store is not None
-        request = adapter_store_pb2.FetchRequest(
-            ref=common_pb2.AdapterRef(adapter_id=ref.adapter_id, revision=ref.revision)
-        )
-        digests: list[tuple[str, str]] = []
-        call: Any = self._store.Fetch(request)  # the stub's types are those of blocking calls
-        responses: AsyncIterator[adapter_store_pb2.FetchResponse] = aiter(call)
-        try:
-            header = await anext(responses, None)
-            if header is None or not header.HasField("header"):
-                raise errors.unavailable(f"the store sent no header for {ref.adapter_id}@{ref.revision}")
-            rest = b""
-            for entry in header.header.revision.files:
-                if entry.name not in (adapter_format.CONFIG_FILE, adapter_format.TENSORS_FILE):
-                    raise errors.unavailable(f"the store sent a file named {errors.quote(entry.name)}")
-                digest, missing = hashlib.sha256(), entry.size
-                with (directory / entry.name).open("wb") as file:
-                    while missing:
-                        if not rest:
-                            message = await anext(responses, None)
-                            if message is None:
-                                raise errors.unavailable(f"the store's answer ends inside {entry.name}")
-                            rest = message.chunk
-                        piece, rest = rest[:missing], rest[missing:]
-                        missing -= len(piece)
-                        digest.update(piece)
-                        await asyncio.to_thread(file.write, piece)
-                if digest.hexdigest() != entry.sha256:
-                    raise errors.unavailable(f"the store sent {entry.name} of {ref.adapter_id} with a wrong digest")
-                digests.append((entry.name, digest.hexdigest()))
-        finally:
-            call.cancel()
-        return digests
-
-    def _keep(self, complete: Path, target: Path) -> None:
+    def _keep(self, complete: Path, name: str) -> None:
+        for path in (*complete.iterdir(), complete):
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
         self._make_room(_num_bytes(complete))
-        with contextlib.suppress(OSError):  # another process sharing the directory was faster
-            complete.rename(target)
+        complete.rename(self._directory / name)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete unused revisions, least recently used first, until `num_bytes` more fit."""
+        """Delete revisions nobody holds, least recently used first, until `num_bytes` more fit."""
         entries = []
-        for path in self._directory.glob("sha256-*"):
-            with contextlib.suppress(OSError):
-                entries.append((path.stat().st_mtime, path, _num_bytes(path)))
+        for path in self._directory.glob("sha256-*[0-9a-f]"):
+            with contextlib.suppress(OSError):  # another server deletes it
+                entries.append((path.stat().st_mtime, path.name, _num_bytes(path)))
         total = num_bytes + sum(size for _, _, size in entries)
-        for _, path, size in sorted(entries):
+        for _, name, size in sorted(entries):
             if total <= self._limit_bytes:
                 break
-            if path.name.replace("-", ":", 1) not in self._users:
-                shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(BlockingIOError):
+                self._delete(name)
                 total -= size
+
+    def _delete(self, name: str) -> None:
+        """Raises BlockingIOError while somebody holds it."""
+        with self._alone(name), contextlib.suppress(FileNotFoundError):
+            doomed = self._directory / f"evicting-{name}.{os.getpid()}"
+            (self._directory / name).rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _lock_path(self, name: str) -> Path:
+        return self._directory / f"{name}.lock"
+
+    @contextlib.contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Raises BlockingIOError while somebody holds it."""
+        lock = _Lock(self._lock_path(name), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def _name(ref: AdapterRef) -> str:
+    return adapter_format.check_revision(ref.revision).replace(":", "-")
 
 
 def _num_bytes(directory: Path) -> int:

@@ -23,7 +23,7 @@ from model_server.model_config import ModelConfig
 from model_server.models.llama import lora_groups
 from model_server.request import AdapterRef
 from protos import adapter_format
-from protos.errors import ServiceError, quote
+from protos.errors import ServiceError, failed_precondition, quote
 
 _MODULE = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -64,17 +64,23 @@ class AdapterLoader:
         try:
             result = load_adapter(path, self._config, self._dtype, self._max_rank)
         except AdapterRefusedError as error:
-            result = Failure("FAILED_PRECONDITION", f"adapter {ref.adapter_id}: {error}")
+            result = _refused(ref, str(error))
         except ServiceError as error:
-            result = Failure("FAILED_PRECONDITION", f"adapter {ref.adapter_id}: {error.message}")
+            result = _refused(ref, error.message)
         except (OSError, SafetensorError) as error:
-            result = Failure("UNAVAILABLE", f"adapter {ref.adapter_id}: its files cannot be read: {error}")
+            message = f"adapter {ref.adapter_id}: its files cannot be read: {error}"
+            result = Failure("UNAVAILABLE", message, damaged_files=True)
         except Exception as error:  # whatever a file can provoke must end its own requests only
             result = Failure("INTERNAL", f"adapter {ref.adapter_id}: {type(error).__name__}: {error}")
         self._done(ref, result)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _refused(ref: AdapterRef, reason: str) -> Failure:
+    error = failed_precondition("adapter", ref.adapter_id, f"adapter {ref.adapter_id}: {reason}")
+    return Failure(error.code.name, error.message, error.to_status().SerializeToString())
 
 
 def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> HostAdapter:
@@ -139,6 +145,9 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
         weights[group].a[layer, :rank, slice_index] = a.to(dtype)
         scaled = b.float() * adapter.scaling_of(module)
         weights[group].b[layer, :rank, offset : offset + b.shape[0]] = scaled.T.to(dtype)
+    for group, laid_out in weights.items():
+        if not (laid_out.a.isfinite().all() and laid_out.b.isfinite().all()):
+            raise AdapterRefusedError(f"its weights times their scaling exceed the range of {dtype} (group {group})")
     return HostAdapter(
         rank_rows={group: max(ranks[group]) for group in weights},
         num_bytes=sum(w.a.nbytes + w.b.nbytes for w in weights.values()),

@@ -31,7 +31,7 @@ class Bridge:
         self,
         config: Config,
         on_adapter_wanted: Callable[[AdapterRef], None],
-        on_adapter_done: Callable[[AdapterRef], None],
+        on_adapter_done: Callable[[AdapterRef, bool], None],
     ) -> None:
         self._config = config
         self._on_adapter_wanted = on_adapter_wanted
@@ -63,8 +63,19 @@ class Bridge:
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
         return await self._ready
 
-    def open(self, on_end: Callable[[messages.Ended], None]) -> EngineStream:
-        """A stream to submit requests to. `on_end` is called with the engine's last word on each of them."""
+    def open(self, num_requests: int, on_end: Callable[[messages.Ended], None]) -> EngineStream:
+        """A stream to submit `num_requests` to. `on_end` is called with the engine's last word on each of them.
+
+        Raises UNAVAILABLE when the engine has died, RESOURCE_EXHAUSTED when there is no room for so many.
+        """
+        if self.died.is_set():
+            raise errors.unavailable("the engine process died")
+        if len(self._streams) + num_requests > self._config.max_requests:
+            raise errors.resource_exhausted(
+                "max_requests",
+                f"this model server holds {len(self._streams)} of at most {self._config.max_requests} requests",
+                retry_after_s=1.0,
+            )
         return EngineStream(lambda key: self._send(messages.Cancel(key)), on_end)
 
     def submit(
@@ -80,18 +91,7 @@ class Bridge:
         arrived_s: float,
         deadline_s: float | None,
     ) -> int:
-        """Hand a validated request to the engine; its events go to `stream`, under the key returned.
-
-        Raises UNAVAILABLE when the engine has died, RESOURCE_EXHAUSTED when it is full.
-        """
-        if self.died.is_set():
-            raise errors.unavailable("the engine process died")
-        if len(self._streams) >= self._config.max_requests:
-            raise errors.resource_exhausted(
-                "max_requests",
-                f"this model server holds {self._config.max_requests} requests already",
-                retry_after_s=1.0,
-            )
+        """Hand a validated request to the engine; its events go to `stream`, under the key returned."""
         key = next(self._keys)
         stream.add(key)
         self._streams[key] = stream
@@ -150,8 +150,8 @@ class Bridge:
                 self._notify()
             case messages.AdapterWanted(ref):
                 self._on_adapter_wanted(ref)
-            case messages.AdapterDone(ref):
-                self._on_adapter_done(ref)
+            case messages.AdapterDone(ref, readable):
+                self._on_adapter_done(ref, readable)
             case messages.Loading(done, total):
                 self._progress(done, total)
             case messages.Ready(info):

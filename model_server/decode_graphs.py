@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class _Bucket:
 class _Graph:
     """One bucket's buffers and, on CUDA, the captured launches that read them."""
 
-    def __init__(self, bucket: _Bucket, forward: Forward, device: torch.device) -> None:
+    def __init__(self, bucket: _Bucket, forward: Forward, device: torch.device, pool: Any) -> None:
         size = bucket.size
 
         def buffer(*shape: int, fill: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -61,19 +62,19 @@ class _Graph:
         self._captured: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
         if device.type == "cuda":
-            self._capture()
+            self._capture(pool)
 
     def _run(self) -> Tensor:
         return self._forward(self._token_ids, self._batch, self._all_rows)
 
-    def _capture(self) -> None:
+    def _capture(self, pool: Any) -> None:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run()  # compiles and tunes what is to be captured
         torch.cuda.current_stream().wait_stream(stream)
         self._captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._captured):
+        with torch.cuda.graph(self._captured, pool=pool):
             self._logits = self._run()
 
     def run(self, step: StepTensors) -> Tensor:
@@ -106,6 +107,8 @@ class DecodeGraphs:
         self._context_length = -(-context_length // PAGE_SIZE) * PAGE_SIZE
         self._device = device
         self._graphs: dict[_Bucket, _Graph] = {}
+        # One memory for all: only one graph runs at a time, and its logits are read before the next.
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def takes(self, step: StepTensors) -> bool:
         """Whether the step is all decodes, of a number that a bucket holds."""
@@ -121,12 +124,12 @@ class DecodeGraphs:
             context *= 4
         adapters = batch.num_active_adapters > 0
         bucket = _Bucket(
-            size=1 << (batch.num_requests - 1).bit_length(),
+            size=min(1 << (batch.num_requests - 1).bit_length(), self._max_batch),
             context=min(context, self._context_length),
             adapters=adapters,
             rank=max_rank if adapters else 0,
         )
         graph = self._graphs.get(bucket)
         if graph is None:
-            graph = self._graphs[bucket] = _Graph(bucket, self._forward, self._device)
+            graph = self._graphs[bucket] = _Graph(bucket, self._forward, self._device, self._pool)
         return graph.run(step)

@@ -7,6 +7,7 @@ reads adapters behind `Loader`, time is `clock`: the same code runs a real model
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ from model_server.runner import Chunk, Runner, StepResult
 from model_server.scheduler import Limits, Scheduler
 
 STATUS_INTERVAL_S = 0.1
+# Adapters on their way from the store to host memory at a time.
+_MAX_LOADING = 8
 
 
 class Loader(Protocol):
@@ -53,6 +56,9 @@ class Engine:
         self._keys: dict[Request, int] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._eos = frozenset(info.eos_token_ids)
+        self._wanted: deque[AdapterRef] = deque()
+        self._loading: set[AdapterRef] = set()
+        self._host_bytes_limit = host_bytes_limit
         self._step = 0
         self._status_due_s = 0.0
         self._last_status: messages.Status | None = None
@@ -91,10 +97,24 @@ class Engine:
             heapq.heappush(self._deadlines, (request.deadline_s, message.key))
         wanted = self.scheduler.submit(request, self._clock())
         if wanted is not None:
-            self._emit(messages.AdapterWanted(wanted))
+            self._wanted.append(wanted)
+            self._ask_for_adapters()
+
+    def _ask_for_adapters(self) -> None:
+        """Adapters come in as fast as host memory takes them: what requests hold stays within the limit and the few on their
+        way. When nothing runs that could give memory back, one may exceed it."""
+        while self._wanted and len(self._loading) < _MAX_LOADING:
+            full = self.scheduler.bank.num_bytes_in_use >= self._host_bytes_limit
+            if full and (self.has_work or self._loading):
+                return
+            ref = self._wanted.popleft()
+            if ref in self.scheduler.parked and ref not in self._loading:
+                self._loading.add(ref)
+                self._emit(messages.AdapterWanted(ref))
 
     def adapter_loaded(self, ref: AdapterRef, result: HostAdapter | messages.Failure) -> None:
-        self._emit(messages.AdapterDone(ref))
+        damaged = isinstance(result, messages.Failure) and result.damaged_files
+        self._emit(messages.AdapterDone(ref, readable=not damaged))
         if isinstance(result, messages.Failure):
             self._adapter_failed(ref, result)
         elif not self.scheduler.bank.fits(result):
@@ -110,9 +130,11 @@ class Engine:
             # A second answer for the same revision (its first asker was cancelled meanwhile) changes nothing.
             if not self.scheduler.bank.has_host(ref):
                 self.scheduler.bank.add_host(ref, result)
+            self._loading.discard(ref)
             self.scheduler.adapter_ready(ref, self._clock())
 
     def _adapter_failed(self, ref: AdapterRef, failure: messages.Failure) -> None:
+        self._loading.discard(ref)
         for request in self.scheduler.adapter_failed(ref):
             self._report_end(request, Finish.FAILED, failure=failure)
 
@@ -132,6 +154,7 @@ class Engine:
         """One turn. False when there was nothing to compute."""
         now_s = self._clock()
         self._expire(now_s)
+        self._ask_for_adapters()
         plan = self.scheduler.schedule(now_s)
         for request in plan.admitted:
             self._emit(messages.Started(self._keys[request], request.num_cached))

@@ -26,6 +26,9 @@ _PRIORITIES = {
 }
 # Below this a prompt is tokenised at once; above, on a thread, so that it holds up no other stream.
 _INLINE_CHARACTERS = 4096
+# On the wire a token's log probability takes up to so many bytes; the echo of a prompt is one message.
+_LOGPROB_BYTES = 12
+_MAX_ECHO_BYTES = 3 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,7 @@ class Intake:
         """Raises INVALID_ARGUMENT naming the first field that is wrong."""
         validation.check_prompt(request.prompt)
         validation.check_sampling(request.sampling)
-        if request.priority not in _PRIORITIES:
-            raise errors.invalid_argument("priority", f"{request.priority} is not a priority")
+        validation.check_priority(request.priority)
         adapter = None
         if request.HasField("adapter"):
             adapter = AdapterRef(
@@ -73,16 +75,9 @@ class Intake:
         field = f"prompt.{prompt.WhichOneof('kind')}"
         if prompt.HasField("token_ids"):
             ids = list(prompt.token_ids.ids)
-            for index, token_id in enumerate(ids):
-                if token_id >= self._info.vocab_size:
-                    raise errors.invalid_argument(
-                        f"prompt.token_ids.ids[{index}]",
-                        f"{token_id} is outside the vocabulary of {self._info.vocab_size} tokens",
-                    )
         elif prompt.HasField("chat"):
             messages = [{"role": m.role, "content": m.content} for m in prompt.chat.messages]
-            size = sum(len(message["content"]) for message in messages)
-            ids = await _sized(size, self._tokenizer.encode_chat, messages)
+            ids = await _sized(prompt.chat.ByteSize(), self._tokenizer.encode_chat, messages)
         else:
             ids = await _sized(len(prompt.text), self._tokenizer.encode, prompt.text)
         if not ids:
@@ -91,6 +86,13 @@ class Intake:
             raise errors.invalid_argument(
                 field,
                 f"{len(ids)} tokens leave no room for output in the context length of {self._info.context_length} tokens",
+            )
+        # A tokenizer, too, can know tokens that the model's embedding does not hold.
+        if max(ids) >= self._info.vocab_size:
+            index = next(i for i, token_id in enumerate(ids) if token_id >= self._info.vocab_size)
+            raise errors.invalid_argument(
+                f"{field}.ids[{index}]" if prompt.HasField("token_ids") else field,
+                f"token {ids[index]} is outside the model's vocabulary of {self._info.vocab_size} tokens",
             )
         return ids
 
@@ -103,6 +105,16 @@ class Intake:
                 f"{max_tokens} with a prompt of {num_prompt} tokens exceeds the context length of "
                 f"{self._info.context_length} tokens",
             )
+        if params.min_tokens > max_tokens:
+            raise errors.invalid_argument(
+                "sampling.min_tokens", f"{params.min_tokens} is more than the {max_tokens} tokens it may generate"
+            )
+        if params.HasField("prompt_logprobs"):
+            num_bytes = num_prompt * (1 + params.prompt_logprobs) * _LOGPROB_BYTES
+            if num_bytes > _MAX_ECHO_BYTES:
+                raise errors.invalid_argument(
+                    "sampling.prompt_logprobs", f"{params.prompt_logprobs} for {num_prompt} tokens exceed a message"
+                )
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             for token_id in ids:
                 if token_id >= self._info.vocab_size:

@@ -14,11 +14,12 @@ from model_server.runner import RunnerInfo, Sampled
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why something failed: a canonical code's name and a sentence; `status` is a serialized google.rpc.Status when a
-    service reported the failure, passed through unread."""
+    service reported the failure, passed through unread. `damaged_files`: what was fetched cannot be read."""
 
     code: str
     message: str
     status: bytes = b""
+    damaged_files: bool = False
 
 
 # To the engine
@@ -84,9 +85,10 @@ class AdapterWanted:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDone:
-    """The files of `ref` are no longer needed: they are in host memory, or were refused."""
+    """The files of `ref` are no longer needed: they are in host memory, or were refused, or are not `readable`."""
 
     ref: AdapterRef
+    readable: bool
 
 
 @dataclass(frozen=True, slots=True)

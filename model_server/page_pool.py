@@ -6,7 +6,7 @@ and may be asked for again) or free. Kept pages are given away, least recently r
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 
 
@@ -54,6 +54,11 @@ class PagePool:
                     self._free.append(page)
                 else:
                     self._kept[page] = None
+
+    def num_freed_by(self, page_tables: Iterable[Iterable[int]]) -> int:
+        """Pages that would have no holder left if each of these gave up its holds."""
+        holds = Counter(page for pages in page_tables for page in pages)
+        return sum(self._holders[page] == count for page, count in holds.items())
 
     def publish(self, page: int, key: Hashable) -> None:
         """Say what a held page contains, so that `find` can give it to others. The first page of a content wins."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 class State(enum.Enum):
     WAITING = "waiting"  # ready to be scheduled, holds no pages
-    PARKED = "parked"  # its adapter is not on the device yet
+    PARKED = "parked"  # its adapter is not in host memory yet
     RUNNING = "running"  # holds pages
     FINISHED = "finished"
 
@@ -85,7 +85,6 @@ class Request:
     page_table: list[int] = field(default_factory=list)
     adapter_index: int = -1  # valid while RUNNING
     finish: Finish | None = None
-    error: str | None = None
 
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -121,8 +120,3 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Slots it can need: the last token sampled is never fed back."""
-        return len(self.prompt_ids) + self.sampling.max_tokens - 1

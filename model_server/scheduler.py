@@ -10,7 +10,7 @@ that does not change by preemption, so the most important request always proceed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from model_server.adapter_bank import AdapterBank, Load
@@ -20,13 +20,16 @@ from model_server.request import AdapterRef, Request, State
 from model_server.runner import Chunk
 from model_server.waiting_queue import WaitingQueue
 
+# Waiting requests that do not fit, looked past in one step: bounds what a long queue costs each step.
+_MAX_LOOKAHEAD = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     page_size: int
     context_length: int  # longest prompt plus output; what the server advertises
     max_batch_tokens: int = 512
-    max_prefill_tokens: int = 256  # per step: bounds how long a step makes the decodes wait
+    max_prefill_tokens: int = 256  # in a step with decodes: bounds how long it makes them wait
     max_running: int = 64
     max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
     ageing_s: float = 5.0
@@ -42,7 +45,6 @@ class Limits:
 class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    evicted: list[AdapterRef] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
@@ -152,7 +154,7 @@ class Scheduler:
             elif self._grow(request, by_importance, plan):
                 plan.chunks.append(Chunk(request, request.num_computed, 1, samples=True))
                 budget -= 1
-        prefill_budget = min(budget, self.limits.max_prefill_tokens)
+        prefill_budget = min(budget, self.limits.max_prefill_tokens) if plan.chunks else budget
         for request in prefilling:
             if request in self.running and prefill_budget:
                 prefill_budget -= self._chunk(request, prefill_budget, plan)
@@ -203,6 +205,8 @@ class Scheduler:
                 if len(self.running) >= self.limits.max_running or request.num_bypassed >= self.limits.max_bypass:
                     break
                 passed.append(request)
+                if len(passed) >= _MAX_LOOKAHEAD:
+                    break
                 continue
             self._start(request, now_s, plan)
             budget -= self._chunk(request, budget, plan)
@@ -216,27 +220,38 @@ class Scheduler:
 
     def _make_room(self, request: Request, now_s: float, plan: Plan) -> bool:
         """Whether `request` can start now, after preempting running requests of lower effective class if that helps."""
-        if self._fits(request):
+        if self._fits(request, ()):
             return True
         own_class = self.waiting.effective_class(request, now_s)
         lower = [r for r in self.running if self.waiting.effective_class(r, now_s) < own_class]
-        for victim in sorted(lower, key=lambda r: self._importance(r, now_s)):
-            self._preempt(victim, plan)
-            if self._fits(request):
+        lower.sort(key=lambda r: self._importance(r, now_s))
+        for count in range(1, len(lower) + 1):
+            # Decided before anybody gives way: preempting without making enough room would help nobody.
+            if self._fits(request, lower[:count]):
+                for victim in lower[:count]:
+                    self._preempt(victim, plan)
                 return True
         return False
 
-    def _fits(self, request: Request) -> bool:
-        if len(self.running) >= self.limits.max_running:
+    def _fits(self, request: Request, without: Sequence[Request]) -> bool:
+        """Whether it could start if the running requests `without` were preempted."""
+        num_running = len(self.running) - len(without)
+        if num_running >= self.limits.max_running:
             return False
-        if request.adapter is not None and not self.bank.can_acquire(request.adapter):
-            return False
+        if request.adapter is not None:
+            leaving = Counter(r.adapter for r in without if r.adapter is not None)
+            if not self.bank.can_acquire(request.adapter, leaving):
+                return False
         matched = self._match(request)
         needed = self._pages_for(request.num_tokens) - len(matched)
         # What is matched and has no holder counts as free in the pool, but is about to be held.
         available = self.pool.num_free - sum(self.pool.is_kept(page) for page in matched)
+        if without:
+            # Of the victims' pages, those the request itself would take over are not gained either.
+            tables = [[page for page in r.page_table if page not in matched] for r in without]
+            available += self.pool.num_freed_by(tables)
         # Every running request may soon need a page: do not admit into the last ones only to preempt again.
-        return needed + len(self.running) <= available
+        return needed + num_running <= available
 
     def _start(self, request: Request, now_s: float, plan: Plan) -> None:
         matched = self._match(request)
@@ -246,8 +261,7 @@ class Scheduler:
         request.page_table = matched + [self.pool.allocate() for _ in range(num_new)]
         request.num_computed = len(matched) * self.limits.page_size
         if request.adapter is not None:
-            request.adapter_index, evicted, load = self.bank.acquire(request.adapter)
-            plan.evicted += evicted
+            request.adapter_index, load = self.bank.acquire(request.adapter)
             if load is not None:
                 plan.loads.append(load)
         if request.first_scheduled_s is None:

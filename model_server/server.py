@@ -52,8 +52,8 @@ class _Fetches:
         log.warning("adapter_fetch_failed", adapter_id=ref.adapter_id, revision=ref.revision, error=failure.message)
         self.bridge.adapter_failed(ref, failure)
 
-    def done(self, ref: AdapterRef) -> None:
-        self._cache.release(ref)
+    def done(self, ref: AdapterRef, readable: bool) -> None:
+        self._cache.release(ref, readable)
 
 
 async def serve(config: Config, on_ready: Callable[[serving.Serving], None] = lambda server: None) -> int:
@@ -98,7 +98,8 @@ async def serve(config: Config, on_ready: Callable[[serving.Serving], None] = la
             await servicer.drained(config.drain_s)
 
         watchdog = asyncio.create_task(stop_when_engine_dies())
-        await server.run_until_stopped(drain)
+        # The drain has waited for the requests; what is left are watches, which end only by being ended.
+        await server.run_until_stopped(drain, grace_s=1.0)
         watchdog.cancel()
         if bridge.died.is_set():
             log.error("engine_died")

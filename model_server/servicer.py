@@ -54,7 +54,7 @@ class Servicer(ModelServerServicer):
         answers: dict[int, Answer] = {}
         scored: list[Sampled] = []
         echoed = not parsed.echo and parsed.sampling.prompt_logprobs is None
-        stream = self._bridge.open(lambda ended: engine_spans.record(ended, server_span, arrived_s))
+        stream = self._bridge.open(parsed.num_choices, lambda ended: engine_spans.record(ended, server_span, arrived_s))
 
         def submit() -> None:
             choice = len(answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from model_server.sampler import Sampler, SamplingOps, with_logprobs
 from model_server.weights import ModelFiles
 
 _SMALLEST_RANK = 16
+_MAX_NAME = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class TorchRunner:
         self._model = LlamaModel(config, files.tensors(), ops, dtype, device, progress)
         self._sampler = Sampler(sampling_ops, config.eos_token_ids)
         self._logits_dir = logits_dir
+        if logits_dir is not None:
+            logits_dir.mkdir(parents=True, exist_ok=True)
         num_pages = memory.kv_bytes // kv_bytes_per_page(config, dtype)
         num_rows = memory.adapter_bytes // bank_bytes_per_rank_row(config, dtype)
         if num_pages < 1:
@@ -185,7 +189,9 @@ class TorchRunner:
     def _dump(self, logits: Tensor, request_ids: Sequence[str]) -> None:
         assert self._logits_dir is not None
         for row, request_id in zip(logits.float().cpu().numpy(), request_ids, strict=True):
-            with (self._logits_dir / f"{request_id}.f32").open("ab") as file:
+            # Request ids are the callers' words: not a path.
+            name = re.sub(r"[^\w.-]", "_", request_id).lstrip(".")[:_MAX_NAME]
+            with (self._logits_dir / f"{name}.f32").open("ab") as file:
                 file.write(row.tobytes())
 
 

@@ -205,3 +205,29 @@ def test_a_deadline_ends_a_request_wherever_it_is() -> None:
         assert user.ended_s is not None and user.ended_s <= latest_s
     assert not expired.tokens and not waiting.tokens
     world.check_answers()
+
+
+def test_nobody_is_preempted_for_a_request_that_still_would_not_fit() -> None:
+    world = World(num_pages=40, page_size=4, ageing_s=1000, prefix_cache=False)
+    world.submit(80, 12, priority=2)  # comes to hold 23 pages
+    low = [world.submit(8, 12, priority=0) for _ in range(3)]
+    for _ in range(8):
+        world.step()
+    high = world.submit(78, 2, priority=2)  # needs 20
+    world.run()
+    assert all(user.ended is not None and user.ended.num_preemptions == 0 for user in low)
+    assert finished(high)
+    world.check_answers()
+
+
+def test_cold_adapters_come_in_as_host_memory_takes_them() -> None:
+    """Many cold adapters at once hold at most the limit and those on their way; all are served in the end."""
+    names = {f"a{i}": 8 for i in range(40)}
+    world = World(ranks=names, rank_rows=16, max_adapters=2, host_bytes_limit=2400, num_pages=256)
+    users = [world.submit(4, 6, adapter=name) for name in names]
+    bank, most = world.engine.scheduler.bank, 0
+    while world.step():
+        most = max(most, sum(adapter.num_bytes for adapter in bank.host.values()))
+    assert all(finished(user) for user in users)
+    assert most <= 2400 + (8 + 2) * 800  # each is 800 bytes; 8 may be on their way, 2 are resident
+    world.check_answers()
