@@ -68,7 +68,6 @@ class Report:
 @functools.cache
 def collect() -> dict[tuple[str, str], tuple[CompileCase, tuple[str, ...]]]:
     """(dtype, key) -> the case and the models that ask for it. Cases that give the same code are one."""
-    os.environ["TRITON_INTERPRET"] = "0"  # the decorators read it when the kernel modules are imported
     found: dict[tuple[str, str], tuple[CompileCase, tuple[str, ...]]] = {}
     for info in sorted(pkgutil.iter_modules(kernels.__path__), key=lambda info: info.name):
         if info.ispkg or info.name == "compile":
@@ -178,4 +177,5 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"  # the decorators read it when the kernel modules are imported
     sys.exit(main(sys.argv[1:]))

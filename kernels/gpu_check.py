@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import torch
 
 
-def main() -> int:
+def main(environment: Mapping[str, str]) -> int:
     if not torch.cuda.is_available():
         print("No GPU here: `make test` runs these tests in Triton's interpreter.")
         return 1
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": "."}
+    environment = {**environment, "TRITON_INTERPRET": "0", "PYTHONPATH": "."}
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--confcutdir=tests/kernels"]
     # The properties need hypothesis; test_compile is about GPUs that are not here.
     tests += ["--ignore-glob=*_properties.py", "--ignore=tests/kernels/test_compile.py", "tests/kernels"]
@@ -26,4 +27,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(os.environ))

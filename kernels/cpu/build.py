@@ -20,6 +20,7 @@ import sys
 import time
 from pathlib import Path
 
+CACHE_DIR = Path("~/.cache/loramux/kernels").expanduser()
 _LOG = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "native"
 _COMPILERS = ("g++", "c++", "clang++")
@@ -31,22 +32,17 @@ class BuildError(Exception):
     """No library: the message says why."""
 
 
-def default_cache_dir() -> Path:
-    """Where built libraries are kept: $XDG_CACHE_HOME/loramux, by default ~/.cache/loramux."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "loramux" / "kernels"
-
-
 @functools.cache
-def load() -> ctypes.CDLL | None:
+def load(cache_dir: Path = CACHE_DIR) -> ctypes.CDLL | None:
     """The library, built if need be; None, with one line in the log, where it cannot be."""
     try:
-        return ctypes.CDLL(str(build(default_cache_dir())))
+        return ctypes.CDLL(str(build(cache_dir)))
     except (BuildError, OSError) as error:
         _LOG.warning("native CPU kernels are not available, plain torch is used instead: %s", error)
         return None
 
 
-def build(cache_dir: Path) -> Path:
+def build(cache_dir: Path = CACHE_DIR) -> Path:
     """The library's path, compiled unless it is there for these sources, compiler and CPU. Safe in many processes at
     once: one builds, the others wait. Raises BuildError or OSError."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
@@ -97,6 +93,6 @@ def _cpu() -> str:
 
 if __name__ == "__main__":
     try:
-        print(build(default_cache_dir()))
+        print(build())
     except (BuildError, OSError) as error:
         sys.exit(f"not built: {error}")
