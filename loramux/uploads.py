@@ -50,7 +50,9 @@ def prepare(directory: str | Path, adapter_id: str, alias: str | None) -> Upload
     weights = TENSORS_FILE if (folder / TENSORS_FILE).exists() or not (folder / _PICKLE).exists() else _PICKLE
     paths = tuple(folder / name for name in (CONFIG_FILE, weights) if (folder / name).is_file())
     if not paths:
-        raise errors.invalid_argument("directory", f"{errors.quote(str(directory))} holds no {CONFIG_FILE} or {TENSORS_FILE}")
+        raise errors.invalid_argument(
+            "directory", f"{errors.quote(str(directory))} holds no {CONFIG_FILE} or {TENSORS_FILE}"
+        )
     header = adapter_store_pb2.PutHeader(adapter_id=adapter_id, alias=alias or "")
     for path in paths:
         with path.open("rb") as file:

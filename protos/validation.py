@@ -37,9 +37,7 @@ def check_prompt(prompt: pb.Prompt) -> None:
         if not prompt.chat.messages:
             raise invalid_argument("prompt.chat", "has no messages")
         if len(prompt.chat.messages) > MAX_MESSAGES:
-            raise invalid_argument(
-                "prompt.chat", f"has {len(prompt.chat.messages)} messages, at most {MAX_MESSAGES}"
-            )
+            raise invalid_argument("prompt.chat", f"has {len(prompt.chat.messages)} messages, at most {MAX_MESSAGES}")
         _check_size("prompt.chat", prompt.chat.ByteSize())
         for index, message in enumerate(prompt.chat.messages):
             if message.role not in ROLES:
