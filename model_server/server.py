@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 
 from model_server import messages
@@ -15,6 +16,7 @@ from model_server.servicer import Servicer
 from model_server.weights import open_model
 from observability import logs
 from observability.interceptors import ServerTelemetryInterceptor
+from observability.metrics import EngineMetrics
 from protos import errors, model_server_pb2, serving
 from protos.adapter_store_pb2_grpc import AdapterStoreStub
 from protos.model_server_pb2_grpc import add_ModelServerServicer_to_server
@@ -98,9 +100,11 @@ async def serve(config: Config, on_ready: Callable[[serving.Serving], None] = la
             await servicer.drained(config.drain_s)
 
         watchdog = asyncio.create_task(stop_when_engine_dies())
+        meter = asyncio.create_task(_meter(bridge))
         # The drain has waited for the requests; what is left are watches, which end only by being ended.
         await server.run_until_stopped(drain, grace_s=1.0)
         watchdog.cancel()
+        meter.cancel()
         if bridge.died.is_set():
             log.error("engine_died")
             return 1
@@ -109,6 +113,16 @@ async def serve(config: Config, on_ready: Callable[[serving.Serving], None] = la
         await bridge.stop()
         if store_channel is not None:
             await store_channel.close()
+
+
+async def _meter(bridge: Bridge) -> None:
+    """The engine's statistics as metrics, as often as it reports them."""
+    instruments = EngineMetrics()
+    seen: messages.Status | None = None
+    while True:
+        seen = await bridge.next_status(seen)
+        values = dataclasses.asdict(seen)
+        instruments.observe(values, values | {"resident_adapters": len(seen.resident)})
 
 
 class _Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from opentelemetry import metrics
@@ -76,3 +77,33 @@ class GatewayMetrics:
     def retried(self, replica: str) -> None:
         """A request that `replica` failed before its first event goes to another."""
         self._retries.add(1, {spans.REPLICA: replica})
+
+
+class EngineMetrics:
+    """Of a model server's engine, from the running totals and levels it reports."""
+
+    def __init__(self) -> None:
+        meter = metrics.get_meter("loramux")
+        self._totals = {
+            "prefix_queried_tokens": meter.create_counter("loramux.engine.prefix.queried", "{token}"),
+            "prefix_hit_tokens": meter.create_counter("loramux.engine.prefix.hits", "{token}"),
+            "num_preemptions": meter.create_counter("loramux.engine.preemptions", "{request}"),
+            "step": meter.create_counter("loramux.engine.steps", "{step}"),
+        }
+        self._levels = {
+            "running": meter.create_gauge("loramux.engine.requests.running", "{request}"),
+            "waiting": meter.create_gauge("loramux.engine.requests.waiting", "{request}"),
+            "parked": meter.create_gauge("loramux.engine.requests.parked", "{request}"),
+            "free_pages": meter.create_gauge("loramux.engine.pages.free", "{page}"),
+            "free_rank_rows": meter.create_gauge("loramux.engine.rank_rows.free", "{row}"),
+            "resident_adapters": meter.create_gauge("loramux.engine.adapters.resident", "{adapter}"),
+        }
+        self._seen = dict.fromkeys(self._totals, 0)
+
+    def observe(self, totals: Mapping[str, int], levels: Mapping[str, int]) -> None:
+        """`totals` since the engine started and `levels` now, by the names above."""
+        for name, counter in self._totals.items():
+            counter.add(totals[name] - self._seen[name])
+            self._seen[name] = totals[name]
+        for name, gauge in self._levels.items():
+            gauge.set(levels[name])
