@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.config import GatewayConfig
 from loramux import Client
 from loramux.service_process import ServiceProcess
+from model_server.config import Config
+from protos.serving import Serving
 
 ROOT = Path(__file__).parents[2]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
@@ -124,6 +128,20 @@ def test_image_runs_what_compose_runs(service: str) -> None:
     stage = next(text for text in stages if text.split("\n")[0].endswith(f"AS {target}"))
     command = re.search(r"^CMD (.*)$", stage, re.MULTILINE)
     assert command is not None and yaml.safe_load(command[1]) == SERVICES[service]["command"]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_service_comes_back_when_it_fails_and_has_time_to_drain(service: str) -> None:
+    assert SERVICES[service]["restart"] == "on-failure"  # a drain exits with 0, a dead engine does not
+    drains_s = {
+        "gateway": GatewayConfig.model_fields["drain_grace_s"].default,
+        "model-server": Config.model_fields["drain_s"].default,
+        "adapter-store": 0,
+    }
+    # After its own drain each server gives what is left this much.
+    grace_s = inspect.signature(Serving.run_until_stopped).parameters["grace_s"].default
+    period = re.fullmatch(r"(\d+)s", SERVICES[service]["stop_grace_period"])
+    assert period is not None and int(period[1]) > drains_s[SERVICES[service]["build"]["target"]] + grace_s
 
 
 @pytest.mark.parametrize("extra", ["gateway", "adapter-store"])
