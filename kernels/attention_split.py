@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.compile_case import HIP_STAGES, CompileCase, ModelShape
+from kernels.compile_case import CUDA_LANES, HIP_LANES, HIP_STAGES, LANES, CompileCase, ModelShape
 from kernels.kv_storage import E4M3_FACTOR, STORAGE_TYPES, widen
 from kernels.layouts import PAGE_SIZE
 
@@ -78,9 +78,11 @@ def attend(
             # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both infinities
             scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / soft_cap)) + 1.0))
         scores *= _LOG2E
-        visible = keys[None, :] <= positions[:, None]
-        if WINDOW:
-            visible = visible & (keys[None, :] > positions[:, None] - window)
+        if WINDOW:  # in one comparison: keys behind the query are negative ages, the largest unsigned ones
+            age = positions[:, None] - keys[None, :]
+            visible = age.to(tl.uint32, bitcast=True) < tl.cast(window, tl.uint32)
+        else:
+            visible = keys[None, :] <= positions[:, None]
         scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
         base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # a row that has seen nothing yet
@@ -137,6 +139,14 @@ class Tile(NamedTuple):
     num_warps: int
     max_stages: int = 3
 
+    def warps(self, head_dim: int, element_size: int, lanes: int = LANES) -> int:
+        """`num_warps` holds for 32 lanes. Of AMD's 64 there are no more than a tile of K has 16 bytes for, each lane:
+        four for 32 keys of 128 bytes, two for 64 bytes."""
+        if lanes == CUDA_LANES:
+            return self.num_warps
+        tile_bytes = KEYS * triton.next_power_of_2(head_dim) * element_size
+        return int(max(1, min(self.num_warps, tile_bytes // (16 * lanes))))
+
     def num_stages(self, head_dim: int, element_size: int) -> int:
         """Tiles of K and V in flight: as many as shared memory takes."""
         tile_bytes = 2 * KEYS * triton.next_power_of_2(head_dim) * element_size
@@ -158,7 +168,7 @@ def split_cases(
     cases = []
     for pages, options in [(pointer, False), *((pages, False) for pages in STORAGE_TYPES), (pointer, True)]:
         scaled = pages in STORAGE_TYPES
-        tile = tiles(scaled)
+        tile, element_size = tiles(scaled), 1 if scaled else 2
         scales = "*fp32" if scaled else pointer
         types = {"q_ptr": pointer, "out_ptr": pointer, "values_ptr": "*fp32", "stats_ptr": "*fp32"}
         types |= {"k_pages_ptr": pages, "v_pages_ptr": pages, "k_scales_ptr": scales, "v_scales_ptr": scales}
@@ -171,8 +181,9 @@ def split_cases(
                 kernel=kernel,
                 types=types,
                 constexprs=special | extra,
-                num_warps=tile.num_warps,
-                num_stages=tile.num_stages(shape.head_dim, 1 if scaled else 2),
+                num_warps=tile.warps(shape.head_dim, element_size, CUDA_LANES),
+                hip_warps=tile.warps(shape.head_dim, element_size, HIP_LANES),
+                num_stages=tile.num_stages(shape.head_dim, element_size),
                 tensor_core=True,
                 wide_loads=True,
                 # Table rows, the request count and the window are whatever they are.

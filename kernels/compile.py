@@ -120,9 +120,11 @@ def read_hip(target: str, assembly: str, shared_bytes: int) -> Report:
 def compile_one(found_key: tuple[str, str], target_name: str) -> Report:
     case, _ = collect()[found_key]
     target = TARGETS[target_name]
-    stages = min(case.num_stages, HIP_STAGES) if target.backend == "hip" else case.num_stages
+    warps, stages = case.num_warps, case.num_stages
+    if target.backend == "hip":
+        warps, stages = case.hip_warps or warps, min(stages, HIP_STAGES)
     source = ASTSource(case.kernel, case.signature, case.constexprs, case.attrs)
-    options: dict[str, Any] = {"num_warps": case.num_warps, "num_stages": stages, "enable_fp_fusion": True}
+    options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         return read_hip(target_name, compiled.asm["amdgcn"], compiled.metadata.shared)
@@ -134,7 +136,8 @@ def render(reports: dict[tuple[str, str], dict[str, Report]]) -> str:
         "# Compiled kernels",
         "",
         f"Written by `make kernels-compile` (Triton {triton.__version__}, no GPU). Each cell: registers per thread / shared "
-        "memory in KiB / spills, the matrix instruction found, `128` if global loads of 16 bytes per thread are there.",
+        "memory in KiB / spills, the matrix instruction found, `128` if global loads of 16 bytes per thread are there. Warps "
+        "have 32 lanes, on gfx942 64; a second number is for there.",
         "",
         f"| kernel | dtype | warps | {' | '.join(TARGETS)} | models |",
         f"|---|---|---|{'---|' * len(TARGETS)}---|",
@@ -148,7 +151,8 @@ def render(reports: dict[tuple[str, str], dict[str, Report]]) -> str:
             numbers = f"{report.registers} / {report.shared_bytes / 1024:.1f} / {report.spills}"
             cells.append(" ".join([numbers, *notes]))
         where = "all" if len(models) == len(MODEL_SHAPES) else ", ".join(models)
-        lines.append(f"| {case.label} | {found_key[0]} | {case.num_warps} | {' | '.join(cells)} | {where} |")
+        warps = f"{case.num_warps}, {case.hip_warps}" if case.hip_warps else f"{case.num_warps}"
+        lines.append(f"| {case.label} | {found_key[0]} | {warps} | {' | '.join(cells)} | {where} |")
     return "\n".join(lines) + "\n"
 
 

@@ -56,11 +56,12 @@ class CompileCase:
     kernel: Any  # the @triton.jit function
     types: dict[str, str]
     constexprs: dict[str, Any]
-    num_warps: int
+    num_warps: int  # of 32 lanes
     num_stages: int
     tensor_core: bool = False  # matrix instructions must be in the machine code
     wide_loads: bool = False  # so must loads of 16 bytes per thread
     unaligned: tuple[str, ...] = ()
+    hip_warps: int | None = None  # of 64 lanes, where the launcher asks for another number there
 
     @property
     def signature(self) -> dict[str, str]:
@@ -81,10 +82,12 @@ class CompileCase:
     @property
     def key(self) -> str:
         """Equal for cases that compile to the same code."""
-        options = (self.num_warps, self.num_stages, self.unaligned)
+        options = (self.num_warps, self.hip_warps, self.num_stages, self.unaligned)
         return repr((self.kernel.__name__, self.signature, sorted(self.constexprs.items()), options))
 
 
+CUDA_LANES, HIP_LANES = 32, 64  # of a warp
+LANES = HIP_LANES if torch.version.hip else CUDA_LANES
 HIP_STAGES = 2  # AMD keeps a stage in registers and one buffer of 64 KB: deeper pipelines do not fit
 
 

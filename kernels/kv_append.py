@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compile_case import CompileCase, ModelShape
+from kernels.compile_case import CUDA_LANES, HIP_LANES, LANES, CompileCase, ModelShape
 from kernels.kv_storage import STORAGE_TYPES, kernel_arguments, quantise
 from kernels.layouts import PAGE_SIZE, Batch, KVLayer, check, check_index
 
-_TILE_ELEMENTS = 2048  # of a program: 16 per thread, two loads of 16 bytes in half precision
-_NUM_WARPS = 4
+_TILE_ELEMENTS = 2048  # of a program, at most
+_LANE_ELEMENTS = 16  # two loads of 16 bytes in half precision
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def kv_append(
             K_NORM=k_norm is not None,
             TILE_HEADS=heads,
             TILE_HALF=half,
-            num_warps=_NUM_WARPS,
+            num_warps=_num_warps(heads, half, LANES),
         )
     q: Tensor = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))
     return q
@@ -148,6 +148,10 @@ def kv_append(
 def _tile(total_heads: int, head_dim: int) -> tuple[int, int]:
     half = triton.next_power_of_2(head_dim // 2)
     return min(triton.next_power_of_2(total_heads), max(_TILE_ELEMENTS // (2 * half), 1)), half
+
+
+def _num_warps(heads: int, half: int, lanes: int) -> int:
+    return max(heads * 2 * half // (_LANE_ELEMENTS * lanes), 1)
 
 
 def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
@@ -167,7 +171,8 @@ def compile_cases(shape: ModelShape, dtype: str) -> list[CompileCase]:
                 kernel=_kv_append_kernel,
                 types=types,
                 constexprs=constexprs,
-                num_warps=_NUM_WARPS,
+                num_warps=_num_warps(heads, half, CUDA_LANES),
+                hip_warps=_num_warps(heads, half, HIP_LANES),
                 num_stages=1,
                 wide_loads=True,
             )

@@ -179,7 +179,7 @@ def decode(
         batch.page_table.stride(0),
         SINGLE=single,
         **constexprs(num_heads, num_kv_heads, head_dim, tile.rows, window is not None, soft_cap is not None),
-        num_warps=tile.num_warps,
+        num_warps=tile.warps(head_dim, pages[0].element_size()),
         num_stages=tile.num_stages(head_dim, pages[0].element_size()),
     )
     if not single:

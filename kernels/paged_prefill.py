@@ -136,7 +136,7 @@ def prefill(
         batch.page_table.stride(0),
         REQUESTS=max(_LEAST_REQUESTS, triton.next_power_of_2(batch.num_requests)),
         **constexprs(num_heads, num_kv_heads, head_dim, tile.rows, window is not None, soft_cap is not None),
-        num_warps=tile.num_warps,
+        num_warps=tile.warps(head_dim, pages[0].element_size()),
         num_stages=tile.num_stages(head_dim, pages[0].element_size()),
     )
 

@@ -29,7 +29,7 @@ class Limits:
     page_size: int
     context_length: int  # longest prompt plus output; what the server advertises
     max_batch_tokens: int = 512
-    max_prefill_tokens: int = 256  # in a step with decodes: bounds how long it makes them wait
+    max_prefill_tokens: int = 256  # per step: bounds how long one makes decodes and newcomers wait
     max_running: int = 64
     max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
     ageing_s: float = 5.0
@@ -154,7 +154,7 @@ class Scheduler:
             elif self._grow(request, by_importance, plan):
                 plan.chunks.append(Chunk(request, request.num_computed, 1, samples=True))
                 budget -= 1
-        prefill_budget = min(budget, self.limits.max_prefill_tokens) if plan.chunks else budget
+        prefill_budget = min(budget, self.limits.max_prefill_tokens)
         for request in prefilling:
             if request in self.running and prefill_budget:
                 prefill_budget -= self._chunk(request, prefill_budget, plan)
