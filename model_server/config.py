@@ -8,6 +8,10 @@ from typing import Literal
 from pydantic import AliasChoices, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+# For the engine's process, which is born with its parent's environment: threads that wait sleep instead of spinning, since
+# they share their cores with gRPC and the gateway (a step took two to four times as long there); weights lie in huge pages.
+ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
+
 
 class Config(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="LORAMUX_MODEL_SERVER_", frozen=True)

@@ -46,7 +46,7 @@ class LoramuxEngine:
         return self._loop.run(self._play(requests))
 
     async def _start(self) -> None:
-        self._bridge = Bridge(self._config, self._adapter_wanted, lambda ref: None)
+        self._bridge = Bridge(self._config, self._adapter_wanted, lambda ref, readable: None)
         await self._bridge.start(lambda done, total: None)
 
     def _adapter_wanted(self, ref: AdapterRef) -> None:
