@@ -22,7 +22,8 @@ TINY = ["--requests", "4", "--prompt-tokens", "8", "--output-tokens", "8", "--ra
 
 
 def invoke(*arguments: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, arguments)
+    # Wide enough that no message is broken where a path of any length ends.
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(app, arguments)
     assert result.exit_code == status, result.output + repr(result.exception)
     return result.output
 
