@@ -40,7 +40,7 @@ _BYTES_PER_LOGPROB = 12
 # A model server's default for max_tokens is its own affair; it is taken to be no more than this.
 _MOST_DEFAULT_TOKENS = 4096
 # Our deadline lies this much before the caller's, so that the typed error arrives before the call is cut.
-_DEADLINE_MARGIN_S = 0.02
+_DEADLINE_MARGIN_S = 0.05
 _DEADLINE_MARGIN_SHARE = 0.1
 
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -262,11 +262,11 @@ async def test_a_client_that_vanishes_is_cancelled_at_the_replica(start_world): 
 async def test_a_deadline_reaches_the_replica_and_its_phase_the_caller(start_world):  # RPC-11
     world = await start_world(answers(10_000, delay_s=0.01))
     started_s = time.monotonic()
-    events, error = await ending(world.stub.Generate(ask(), timeout=0.3))
-    assert time.monotonic() - started_s < 1
+    events, error = await ending(world.stub.Generate(ask(), timeout=0.8))
+    assert time.monotonic() - started_s < 2
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert error.details[0].metadata["phase"] == "decode" and kinds(events)[:2] == ["accepted", "delta"]
-    assert world.server.remaining_s[0] < 0.3
+    assert world.server.remaining_s[0] < 0.8
     await until(lambda: world.server.ended == ["cancelled"])
     await world.idle()
 
@@ -285,7 +285,7 @@ async def test_a_deadline_in_the_queue_says_so_and_leaves_it(start_world):
     world = await start_world(answers(10_000, delay_s=0.01), max_outstanding=1)
     running = world.stub.Generate(ask())
     await running.read()
-    _, error = await ending(world.stub.Generate(ask(), timeout=0.2))
+    _, error = await ending(world.stub.Generate(ask(), timeout=0.6))
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED and error.details[0].metadata["phase"] == "queue"
     cancelled = world.stub.Generate(ask())
     reading = asyncio.create_task(cancelled.read())
