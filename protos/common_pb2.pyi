@@ -309,7 +309,9 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """In [0, 1]. Unset: 0."""
     seed: _builtins.int
-    """Same seed, same prompt, same adapter revision: same tokens, alone or in any batch."""
+    """Same seed, same prompt, same adapter revision: same tokens, alone or in any batch. The draw depends on nothing else; the
+    logits it is drawn from agree up to the rounding of a backend whose linear layers sum in another order by batch size.
+    """
     repetition_penalty: _builtins.float
     """Greater than 0; 1 is off. Over prompt and output."""
     presence_penalty: _builtins.float
