@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import AliasChoices, Field, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from model_server.memory_budget import MemoryParts, divide
+
 # For the engine's process, which is born with its parent's environment: threads that wait sleep instead of spinning, since
 # they share their cores with gRPC and the gateway (a step took two to four times as long there); weights lie in huge pages.
 ENGINE_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
@@ -31,8 +33,13 @@ class Config(BaseSettings):
     cache_dir: Path = Path("~/.cache/loramux")
     cache_bytes: int = Field(default=10 * 2**30, ge=1)
 
-    kv_bytes: int = Field(default=2**30, ge=1)
-    adapter_bytes: int = Field(default=512 * 2**20, ge=0)
+    # Device memory for KV pages and the adapter bank together. None: measured once the weights are loaded.
+    memory_bytes: int | None = Field(default=None, ge=1)
+    # Of these, for the bank; nothing without an adapter store, and no more than host memory holds.
+    adapter_share: float = Field(default=0.25, ge=0, lt=1)
+    # Either part, where it is to be something else: the other then gets the rest.
+    kv_bytes: int | None = Field(default=None, ge=1)
+    adapter_bytes: int | None = Field(default=None, ge=0)
     # Laid-out adapters in host memory, ready to be copied to the device.
     host_adapter_bytes: int = Field(default=2 * 2**30, ge=0)
     max_adapters: int = Field(default=256, ge=1)
@@ -61,9 +68,22 @@ class Config(BaseSettings):
             raise ValueError(f"max_batch_tokens ({self.max_batch_tokens}) is below max_running ({self.max_running})")
         if self.weight_dtype is not None and self.device != "cpu":
             raise ValueError(f"weight_dtype: {self.weight_dtype!r} needs device 'cpu', not {self.device!r}")
-        if self.host_adapter_bytes < self.adapter_bytes:
+        if self.adapter_bytes is not None and self.host_adapter_bytes < self.adapter_bytes:
             raise ValueError(
                 f"host_adapter_bytes ({self.host_adapter_bytes}) is below adapter_bytes ({self.adapter_bytes}): "
                 "host memory holds what the device holds"
             )
+        if self.memory_bytes is not None:
+            self.memory_parts(self.memory_bytes)  # what contradicts itself need not wait for the model
         return self
+
+    def memory_parts(self, memory_bytes: int, page_bytes: int = 1) -> MemoryParts:
+        """`memory_bytes` as these settings divide them. Raises ValueError naming the setting at fault."""
+        return divide(
+            memory_bytes,
+            adapter_share=self.adapter_share,
+            adapter_limit_bytes=self.host_adapter_bytes if self.adapter_store else 0,
+            kv_bytes=self.kv_bytes,
+            adapter_bytes=self.adapter_bytes,
+            page_bytes=page_bytes,
+        )

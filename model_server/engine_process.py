@@ -17,16 +17,21 @@ from typing import Any
 import torch
 
 from kernels.ops import Ops
-from model_server import messages
+from model_server import host_memory, messages
 from model_server.adapter_bank import HostAdapter
 from model_server.adapter_loader import AdapterLoader
 from model_server.config import Config
 from model_server.engine import Engine
+from model_server.models.llama import LlamaModel
 from model_server.request import AdapterRef
 from model_server.sampler import SamplingOps
 from model_server.scheduler import Limits
-from model_server.torch_runner import Memory, TorchRunner
+from model_server.torch_runner import Memory, TorchRunner, kv_bytes_per_page
 from model_server.weights import open_model
+
+# On a device of its own, what is free but for graphs and activations; on the host, a part: replicas share the machine.
+_CUDA_SHARE = 0.9
+_HOST_SHARE = 0.25
 
 
 def main(config: Config, pipe: Connection) -> None:
@@ -42,14 +47,26 @@ def main(config: Config, pipe: Connection) -> None:
 
     outbox: list[Any] = []
     files = open_model(config.model)
-    dtype = getattr(torch, config.dtype)
-    runner = TorchRunner(
-        files,
-        *_backend(config),
-        dtype=dtype,
-        device=torch.device(config.device),
-        memory=Memory(config.kv_bytes, config.adapter_bytes, config.max_adapters, config.max_rank),
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    ops, sampling_ops = _backend(config)
+    model = LlamaModel(
+        files.config,
+        files.tensors(),
+        ops,
+        dtype,
+        device,
         progress=lambda done, total: pipe.send([messages.Loading(done, total)]),
+    )
+    memory_bytes = config.memory_bytes or _free_bytes(device)
+    parts = config.memory_parts(memory_bytes, kv_bytes_per_page(files.config, dtype))
+    runner = TorchRunner(
+        files.config,
+        model,
+        ops,
+        sampling_ops,
+        dtype=dtype,
+        device=device,
+        memory=Memory(parts.kv_bytes, parts.adapter_bytes, config.max_adapters, config.max_rank),
         logits_dir=config.logits_dir,
         graph_batch=config.max_running if config.device == "cuda" else 0,
     )
@@ -98,6 +115,14 @@ def _backend(config: Config) -> tuple[Ops, SamplingOps]:
     from kernels.reference import sampling
 
     return CpuOps(config.weight_dtype), sampling
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What KV pages and adapters may take, now that the weights are there."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left behind is free too
+        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+    return int(host_memory.available_bytes() * _HOST_SHARE)
 
 
 def _read(pipe: Connection, inbox: queue.SimpleQueue[Any]) -> None:

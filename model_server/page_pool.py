@@ -93,7 +93,10 @@ class PagePool:
         assert counted == self._holders, "page holders differ from the requests' page tables"
         free, kept = set(self._free), set(self._kept)
         assert len(free) == len(self._free) and not free & kept, "a page is free twice"
-        for page, holders in enumerate(self._holders):
-            assert (holders == 0) == (page in free or page in kept), f"page {page} is both held and free, or lost"
-            assert (self._key_of[page] is not None) == (self._page_of.get(self._key_of[page]) == page), f"key of {page}"
-            assert page not in kept or self._key_of[page] is not None, f"page {page} kept without a key"
+        # Counted, not walked page by page: a large pool is checked between two requests.
+        num_held = self.num_pages - self._holders.count(0)
+        assert num_held + len(free) + len(kept) == self.num_pages, "a page is both held and free, or lost"
+        assert not any(self._holders[page] for page in free | kept), "a page is both held and free"
+        assert len(self._page_of) == self.num_pages - self._key_of.count(None), "a page has a key nobody finds it by"
+        assert all(self._key_of[page] == key for key, page in self._page_of.items()), "a key leads to another page"
+        assert all(self._key_of[page] is not None for page in kept), "a page is kept without a key"

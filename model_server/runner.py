@@ -19,6 +19,8 @@ class RunnerInfo:
     model_name: str
     num_pages: int
     page_size: int
+    kv_bytes: int  # of all pages
+    adapter_bytes: int  # of the bank's rank rows
     num_rank_rows: Mapping[str, int]  # rows of the bank per group of projections
     max_adapters: int
     max_rank: int

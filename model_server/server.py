@@ -87,7 +87,9 @@ async def serve(config: Config, on_ready: Callable[[serving.Serving], None] = la
             model=info.model_name,
             context_length=info.context_length,
             num_pages=info.num_pages,
+            kv_bytes=info.kv_bytes,
             num_rank_rows=info.num_rank_rows,
+            adapter_bytes=info.adapter_bytes,
         )
         on_ready(server)
 

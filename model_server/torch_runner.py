@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,10 @@ from model_server.model_config import ModelConfig
 from model_server.models.llama import LlamaModel, LoraLayers, lora_groups
 from model_server.runner import Chunk, RunnerInfo, Sampled, StepResult
 from model_server.sampler import Sampler, SamplingOps, with_logprobs
-from model_server.weights import ModelFiles
 
 _SMALLEST_RANK = 16
+# Kernels address one layer's K or V with 32 bits.
+_MAX_LAYER_VALUES = 2**31 - 1
 _MAX_NAME = 128
 
 
@@ -58,8 +59,9 @@ class _Bank:
         out_features: Sequence[int], dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         num_slices = len(out_features)
-        self._a = torch.zeros(num_layers, num_rows, num_slices, in_features, dtype=dtype, device=device)
-        self._b = torch.zeros(num_layers, num_rows, sum(out_features), dtype=dtype, device=device)
+        # Not filled: no row is read before it was written, and a large bank costs host memory only as it is used.
+        self._a = torch.empty(num_layers, num_rows, num_slices, in_features, dtype=dtype, device=device)
+        self._b = torch.empty(num_layers, num_rows, sum(out_features), dtype=dtype, device=device)
         self._row_table = torch.full((max_adapters, max_rank), -1, dtype=torch.int32, device=device)
         self._ranks = torch.zeros(max_adapters, num_slices, dtype=torch.int32, device=device)
         self._offsets = (0, *np.cumsum(out_features).tolist())
@@ -84,32 +86,31 @@ class _Bank:
 class TorchRunner:
     def __init__(
         self,
-        files: ModelFiles,
+        config: ModelConfig,
+        model: LlamaModel,
         ops: Ops,
         sampling_ops: SamplingOps,
         *,
         dtype: torch.dtype,
         device: torch.device,
         memory: Memory,
-        progress: Callable[[int, int], None] | None = None,
         logits_dir: Path | None = None,
         graph_batch: int = 0,
     ) -> None:
-        """`progress(done, total)` counts weight tensors. `logits_dir`: every sampled row's logits are appended to
-        `<request id>.f32` there, for debugging and for tests that compare them. `graph_batch`: decode batches of up to
-        so many requests run as captured graphs (decode_graphs.py); 0: none do."""
-        config = files.config
+        """`logits_dir`: every sampled row's logits are appended to `<request id>.f32` there, for debugging and for
+        tests that compare them. `graph_batch`: decode batches of up to so many requests run as captured graphs
+        (decode_graphs.py); 0: none do."""
         self._ops = ops
         self._device = device
-        self._model = LlamaModel(config, files.tensors(), ops, dtype, device, progress)
+        self._model = model
         self._sampler = Sampler(sampling_ops, config.eos_token_ids)
         self._logits_dir = logits_dir
         if logits_dir is not None:
             logits_dir.mkdir(parents=True, exist_ok=True)
-        num_pages = memory.kv_bytes // kv_bytes_per_page(config, dtype)
-        num_rows = memory.adapter_bytes // bank_bytes_per_rank_row(config, dtype)
-        if num_pages < 1:
-            raise ValueError(f"kv_bytes: {memory.kv_bytes} hold no page of {kv_bytes_per_page(config, dtype)} bytes")
+        page_bytes, row_bytes = kv_bytes_per_page(config, dtype), bank_bytes_per_rank_row(config, dtype)
+        most_pages = _MAX_LAYER_VALUES // (config.num_kv_heads * PAGE_SIZE * config.head_dim)
+        num_pages = min(memory.kv_bytes // page_bytes, most_pages)
+        num_rows = memory.adapter_bytes // row_bytes
         self._kv = [self._new_pages(config, num_pages, dtype) for _ in range(config.num_layers)]
         max_rank = self._rank_limit = min(memory.max_rank, num_rows)
         groups = lora_groups(config)
@@ -130,6 +131,8 @@ class TorchRunner:
             model_name=config.name,
             num_pages=num_pages,
             page_size=PAGE_SIZE,
+            kv_bytes=num_pages * page_bytes,
+            adapter_bytes=num_rows * row_bytes,
             num_rank_rows=dict.fromkeys(groups, num_rows),
             max_adapters=memory.max_adapters,
             max_rank=max_rank,
@@ -139,9 +142,10 @@ class TorchRunner:
         )
 
     def _new_pages(self, config: ModelConfig, num_pages: int, dtype: torch.dtype) -> KVLayer:
+        # Not filled, like the bank: no slot past a request's context is read.
         shape = (num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
         return KVLayer(
-            torch.zeros(shape, dtype=dtype, device=self._device), torch.zeros(shape, dtype=dtype, device=self._device)
+            torch.empty(shape, dtype=dtype, device=self._device), torch.empty(shape, dtype=dtype, device=self._device)
         )
 
     @property

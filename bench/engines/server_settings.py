@@ -6,6 +6,8 @@ from bench.engines.engine import Setup
 
 # Values the server's own defaults would be too small for in a workload of many requests at once.
 _MAX_REQUESTS = 4096
+# The engine alone has no adapter store, without which a server gives adapters no memory.
+_ADAPTER_BYTES = 512 * 2**20
 
 
 def server_settings(setup: Setup) -> dict[str, str]:
@@ -17,9 +19,8 @@ def server_settings(setup: Setup) -> dict[str, str]:
         "prefix_cache": "false",
         "max_running": str(setup.max_running),
         "max_requests": str(_MAX_REQUESTS),
+        "adapter_bytes": str(_ADAPTER_BYTES if setup.adapter_bytes is None else setup.adapter_bytes),
     }
     if setup.max_resident is not None:
         settings["max_adapters"] = str(setup.max_resident)
-    if setup.adapter_bytes is not None:
-        settings["adapter_bytes"] = str(setup.adapter_bytes)
     return {**settings, **setup.settings}

@@ -31,6 +31,7 @@ PURE = [
     "model_server.page_pool",
     "model_server.prefix_cache",
     "model_server.engine",
+    "model_server.memory_budget",
     "gateway.routing",
     "gateway.queue",
 ]

@@ -13,6 +13,7 @@ from kernels.reference import sampling as reference_sampling
 from model_server import messages
 from model_server.adapter_loader import load_adapter
 from model_server.engine import Engine
+from model_server.models.llama import LlamaModel
 from model_server.request import AdapterRef, Sampling
 from model_server.scheduler import Limits
 from model_server.torch_runner import Memory, TorchRunner, bank_bytes_per_rank_row, kv_bytes_per_page
@@ -46,8 +47,10 @@ class LocalEngine:
             max_adapters=max_adapters,
             max_rank=rank_rows,
         )
+        cpu = torch.device("cpu")
+        model = LlamaModel(files.config, files.tensors(), ops, FP32, cpu)
         self.runner = TorchRunner(
-            files, ops, sampling_ops, dtype=FP32, device=torch.device("cpu"), memory=memory, graph_batch=graph_batch
+            files.config, model, ops, sampling_ops, dtype=FP32, device=cpu, memory=memory, graph_batch=graph_batch
         )
         info = self.runner.info
         self._now_s = 0.0

@@ -68,6 +68,8 @@ class World:
             model_name="simulated",
             num_pages=num_pages,
             page_size=page_size,
+            kv_bytes=0,
+            adapter_bytes=0,
             num_rank_rows=dict.fromkeys(GROUPS, rank_rows),
             max_adapters=max_adapters,
             max_rank=rank_rows,
