@@ -32,6 +32,12 @@ class Plan:
     checked: set[int] = field(default_factory=set)  # ids of the tables seen in this step
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    data: Tensor  # [panels, K, outputs of a panel] fp32, bf16 or int8
+    out_features: int
+
+
 def make_plan(batch: Batch) -> Plan:
     for name in ("positions", "token_adapter", "slot_mapping", "query_indptr", "context_lens", "page_table"):
         check_index(name, getattr(batch, name))
@@ -58,10 +64,14 @@ class Library:
             found.argtypes, found.restype = [kinds[letter] for letter in signature], None
             return found
 
+        library.linear_panel.restype = ctypes.c_int64
+        self._panel: int = library.linear_panel()
+
         self._rms_norm = function("rms_norm", "tppppiif")
         self._silu_mul = function("silu_mul", "tppii")
         self._kv_append = function("kv_append", "tppppppppiiiif")
         self._paged_attention = function("paged_attention", "tppippppp" + "i" * 7 + "f")
+        self._pack_linear = function("pack_linear", "tppii")
         self._linear = function("linear", "ttpppppiii")
         self._lora = function("lora", "tppppppp" + "ippp" + "iiiii")
 
@@ -70,10 +80,6 @@ class Library:
         """Whether kernels take these together: one dtype they know, no gaps."""
         dtype = tensors[0].dtype
         return dtype in _TYPES and all(tensor.dtype == dtype and tensor.is_contiguous() for tensor in tensors)
-
-    @staticmethod
-    def takes_weight(weight: Tensor) -> bool:
-        return weight.dtype in _WEIGHT_TYPES and weight.is_contiguous()
 
     @staticmethod
     def takes_heads(kv: KVLayer) -> bool:
@@ -128,12 +134,21 @@ class Library:
         )  # fmt: skip
         return out
 
-    def linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    def pack_linear(self, weight: Tensor) -> PackedWeight:
+        """`weight` [N, K] fp32, bf16 or int8, contiguous."""
+        out_features, in_features = weight.shape
+        panels = -(-out_features // self._panel)
+        data = weight.new_empty(panels, in_features, self._panel)
+        self._pack_linear(_WEIGHT_TYPES[weight.dtype], data.data_ptr(), weight.data_ptr(), out_features, in_features)
+        return PackedWeight(data, out_features)
+
+    def linear(self, x: Tensor, weight: PackedWeight, scales: Tensor | None, bias: Tensor | None) -> Tensor:
         rows, in_features = x.shape
-        out_features = weight.shape[0]
+        data, out_features = weight.data, weight.out_features
+        check(data.shape[1] == in_features, f"x: {in_features} features, the weight takes {data.shape[1]}")
         y = x.new_empty(rows, out_features)
         self._linear(
-            _TYPES[x.dtype], _WEIGHT_TYPES[weight.dtype], y.data_ptr(), x.data_ptr(), weight.data_ptr(),
+            _TYPES[x.dtype], _WEIGHT_TYPES[data.dtype], y.data_ptr(), x.data_ptr(), data.data_ptr(),
             _address(scales), _address(bias), rows, out_features, in_features,
         )  # fmt: skip
         return y

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu import library
+from kernels.cpu.library import PackedWeight
 from kernels.cpu.torch_ops import TorchCpuOps, prepacks
 from kernels.layouts import Batch, KVLayer, LoraLayer
 
-# Up to this many rows the native product, which reads each weight once as it lies, beats oneDNN's.
+# Where the CPU computes in bf16 oneDNN has instructions the native product does not use: from this many rows on they pay.
 _FEW_ROWS = 8
-# oneDNN packs a copy; both are kept for this many bytes of weights, of the rest the packed one alone.
+# oneDNN packs a copy; both are kept for this many bytes of weights, of the rest oneDNN's alone.
 _BOTH_LAYOUTS_BYTES = 4 * 2**30
 
 WeightDtype = Literal["int8"]
@@ -23,10 +24,11 @@ WeightDtype = Literal["int8"]
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight in the forms `linear` chooses from by the number of rows: one of the first two is there, or both."""
+    """A weight in the forms `linear` chooses from: one of the first three is there, or the first two."""
 
-    plain: Tensor | None  # [N, K] fp32, bf16 or int8, for the native product
+    native: PackedWeight | None
     prepacked: Any  # what TorchCpuOps.pack_linear made
+    plain: Tensor | None  # [N, K] int8, where native kernels cannot take it
     scales: Tensor | None  # [N] fp32, of int8 weights
     bias: Tensor | None
 
@@ -45,29 +47,27 @@ class CpuOps(TorchCpuOps):
             batch.plan["native"] = library.make_plan(batch)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Packed:
-        plain, scales = weight.contiguous(), None
+        stored, scales = weight.contiguous(), None
+        native = self._native if self._native is not None and self._native.takes(stored) else None
         if self._weight_dtype == "int8":
-            plain, scales = quantise(weight)
-        if self._native is None or not self._native.takes_weight(plain):
-            return Packed(plain, None, scales, bias) if scales is not None else self._prepack(None, weight, bias)
-        # What oneDNN would compute slowly here, the native product computes for any number of rows.
-        if scales is not None or not prepacks(weight.dtype):
-            return Packed(plain, None, scales, bias)
-        self._twice_bytes += plain.nbytes
-        return self._prepack(plain if self._twice_bytes <= _BOTH_LAYOUTS_BYTES else None, weight, bias)
-
-    def _prepack(self, plain: Tensor | None, weight: Tensor, bias: Tensor | None) -> Packed:
-        return Packed(plain, super().pack_linear(weight, bias), None, bias)
+            stored, scales = quantise(weight)
+        elif native is None or (stored.dtype == torch.bfloat16 and prepacks(torch.bfloat16)):
+            self._twice_bytes += stored.nbytes
+            twice = native is not None and self._twice_bytes <= _BOTH_LAYOUTS_BYTES
+            prepacked = super().pack_linear(stored, bias)
+            return Packed(native.pack_linear(stored) if native and twice else None, prepacked, None, None, bias)
+        if native is None:
+            return Packed(None, None, stored, scales, bias)
+        return Packed(native.pack_linear(stored), None, None, scales, bias)
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        plain = packed.plain
-        if plain is None or (packed.prepacked is not None and x.shape[0] > _FEW_ROWS):
+        if packed.prepacked is not None and (packed.native is None or x.shape[0] > _FEW_ROWS):
             return super().linear(x, packed.prepacked)
-        if self._native is not None and self._native.takes(x):
-            return self._native.linear(x, plain, packed.scales, packed.bias)
-        # Only INT8 weights come here: without native kernels, or with activations in fp16.
-        assert packed.scales is not None
-        y = functional.linear(x, plain.to(x.dtype)) * packed.scales.to(x.dtype)
+        if packed.native is not None:
+            assert self._native is not None
+            return self._native.linear(x.contiguous(), packed.native, packed.scales, packed.bias)
+        assert packed.plain is not None and packed.scales is not None
+        y = functional.linear(x, packed.plain.to(x.dtype)) * packed.scales.to(x.dtype)
         return y if packed.bias is None else y + packed.bias
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

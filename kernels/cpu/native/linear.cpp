@@ -1,157 +1,158 @@
-// Products with weight matrices: linears for few rows, and LoRA.
+// Products with weight matrices. A weight is packed once: panels of kPanel outputs, each [k][kPanel], the last one filled up
+// with zeros. A tile keeps the sums of a few rows times one panel in registers and walks down k, so every output is one
+// sum in the order of k, whatever the number of rows, the storage, the tile and the thread: a row alone gives the same bits.
+//
+// The blocking is that of Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008): a panel's
+// kDepth stays in the first-level cache while all rows pass by.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "vector.hpp"
 
 namespace {
 
-// `count` values in fp32: as they are, or converted into `buffer`.
-const float* widened(const float* x, int64_t, std::vector<float>&) { return x; }
-template <class T>
-const float* widened(const T* x, int64_t count, std::vector<float>& buffer) {
-  buffer.resize(count);
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(buffer.data() + i, load(x + i));
-  for (; i < count; i++) buffer[i] = load_one(x[i]);
-  return buffer.data();
+constexpr int kPanelVectors = 3;
+constexpr int64_t kPanel = kPanelVectors * kLanes;
+#ifdef __AVX512F__
+constexpr int kMostRows = 8;  // of a tile: rows * kPanelVectors sums, kPanelVectors weights and a value fill the registers
+#else
+constexpr int kMostRows = 4;
+#endif
+constexpr int64_t kDepth = 192;
+constexpr int64_t kBlockRows = 256;  // their sums stay in the second-level cache
+// Fewer multiplications than this are not worth waking a thread.
+constexpr int64_t kParallel = 1 << 15;
+
+// sums [ROWS][kPanel] += x [ROWS, depth] . w [depth][kPanel]
+template <int ROWS, class W>
+inline void tile(const float* x, int64_t x_stride, const W* w, int64_t depth, float* sums) {
+  Vec total[ROWS][kPanelVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; v++) total[r][v] = load(sums + r * kPanel + v * kLanes);
+  for (int64_t i = 0; i < depth; i++) {
+    Vec weight[kPanelVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; v++) weight[v] = held(load(w + i * kPanel + v * kLanes));
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Vec value = held(splat(x[r * x_stride + i]));
+#pragma GCC unroll 8
+      for (int v = 0; v < kPanelVectors; v++) total[r][v] = multiply_add(value, weight[v], total[r][v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; v++) store(sums + r * kPanel + v * kLanes, total[r][v]);
 }
 
-constexpr int64_t kPrefetchBytes = 1 << 13;  // how far ahead of the weights in use
+// As `tile` for any number of rows.
+template <int ROWS = kMostRows, class W>
+void tiles(const float* x, int64_t x_stride, int64_t rows, const W* w, int64_t depth, float* sums) {
+  int64_t r = 0;
+  for (; r + ROWS <= rows; r += ROWS) tile<ROWS>(x + r * x_stride, x_stride, w, depth, sums + r * kPanel);
+  if constexpr (ROWS > 1)
+    if (r < rows) tiles<ROWS - 1>(x + r * x_stride, x_stride, rows - r, w, depth, sums + r * kPanel);
+}
 
 template <class T, class W>
-void linear(T* y, const float* x, const W* w, const float* scales, const T* bias, int64_t rows, int64_t n, int64_t k) {
-  // Rows of x that stay in the second-level cache while the weights pass by.
-  const int64_t block = std::max<int64_t>(kTileRows, (1 << 16) / k / kTileRows * kTileRows);
-  const int64_t tiles = (n + 3) / 4;
-#pragma omp parallel
+void linear(T* y, const T* x, const W* w, const float* scales, const T* bias, int64_t rows, int64_t n, int64_t k) {
+  const int64_t panels = (n + kPanel - 1) / kPanel;
+  std::vector<float> wide_x;
+  const float* values;
+  if constexpr (std::is_same_v<T, float>) {
+    values = x;
+  } else {
+    wide_x.resize(rows * k);
+    values = wide_x.data();
+#pragma omp parallel for if (rows * k >= kParallel)
+    for (int64_t t = 0; t < rows; t++) {
+      int64_t i = t * k;
+      for (; i + kLanes <= (t + 1) * k; i += kLanes) store(wide_x.data() + i, load(x + i));
+      for (; i < (t + 1) * k; i++) wide_x[i] = load_one(x[i]);
+    }
+  }
+#pragma omp parallel if (rows * n * k >= kParallel)
   {
-    std::vector<float> buffer;
-    for (int64_t start = 0; start < rows; start += block) {
-      const int64_t stop = std::min(start + block, rows);
-#pragma omp for schedule(static) nowait
-      for (int64_t tile = 0; tile < tiles; tile++) {
-        const int64_t column = tile * 4, count = std::min<int64_t>(4, n - column);
-        Vec4 scale{1, 1, 1, 1}, offset{};
-        for (int64_t j = 0; j < count; j++) {
-          if (scales) scale[j] = scales[column + j];
-          if (bias) offset[j] = load_one(bias[column + j]);
+    std::vector<float> sums(std::min(rows, kBlockRows) * kPanel), wide(kDepth * kPanel);
+    for (int64_t start = 0; start < rows; start += kBlockRows) {
+      const int64_t count = std::min(kBlockRows, rows - start);
+#pragma omp for schedule(dynamic, 2) nowait
+      for (int64_t p = 0; p < panels; p++) {
+        std::fill_n(sums.data(), count * kPanel, 0.0f);
+        for (int64_t i = 0; i < k; i += kDepth) {
+          const int64_t depth = std::min(kDepth, k - i);
+          const float* from = values + start * k + i;
+          const W* part = w + (p * k + i) * kPanel;
+          if (std::is_same_v<W, float> || count <= kMostRows) {
+            tiles(from, k, count, part, depth, sums.data());
+          } else {  // each weight is used by several tiles: widen it once
+            for (int64_t j = 0; j < depth * kPanel; j += kLanes) store(wide.data() + j, load(part + j));
+            tiles(from, k, count, static_cast<const float*>(wide.data()), depth, sums.data());
+          }
         }
-        auto take = [&](int64_t t, Vec4 v) {
-          v = v * scale + offset;
-          T* to = y + (start + t) * n + column;
-          if (count == 4)
-            store(to, v);
-          else
-            for (int64_t j = 0; j < count; j++) store_one(to + j, v[j]);
-        };
-        auto multiply = [&](const auto* first) {
-          decltype(first) four[4];
-          for (int64_t j = 0; j < 4; j++) four[j] = first + std::min(j, count - 1) * k;
-          dots(stop - start, [&](int64_t t) { return x + (start + t) * k; }, four, k, take);
-        };
-        prefetch(reinterpret_cast<const char*>(w + column * k) + kPrefetchBytes, count * k * sizeof(W));
-        if (stop - start <= kTileRows)
-          multiply(w + column * k);
-        else  // each weight is used more than once: widen it once
-          multiply(widened(w + column * k, count * k, buffer));
+        const int64_t first = p * kPanel, width = std::min(kPanel, n - first);
+        for (int64_t t = 0; t < count; t++) {
+          T* to = y + (start + t) * n + first;
+          float* from = sums.data() + t * kPanel;
+          if (scales)
+            for (int64_t j = 0; j < width; j++) from[j] *= scales[first + j];
+          if (bias)
+            for (int64_t j = 0; j < width; j++) from[j] += load_one(bias[first + j]);
+          int64_t j = 0;
+          for (; j + kLanes <= width; j += kLanes) store(to + j, load(from + j));
+          for (; j < width; j++) store_one(to + j, from[j]);
+        }
       }
     }
   }
 }
 
-constexpr int64_t kShrinkRows = 64, kExpandColumns = 16 * kLanes;
+template <class W>
+void pack(W* to, const W* from, int64_t n, int64_t k) {
+#pragma omp parallel for
+  for (int64_t p = 0; p < (n + kPanel - 1) / kPanel; p++)
+    for (int64_t j = 0; j < kPanel; j++)
+      for (int64_t i = 0; i < k; i++) to[(p * k + i) * kPanel + j] = p * kPanel + j < n ? from[(p * kPanel + j) * k + i] : W{};
+}
 
-struct Lora {
-  const int32_t *order, *seg_indptr, *seg_adapter, *row_table, *ranks;
-  const int64_t* offsets;
-  int64_t segments, slices, max_rank, k, n;
-};
-
-// Work on one segment's tokens order[first : last]; `low` is a rank row (shrink) or an output column (expand).
-struct Piece {
-  int32_t adapter, first, last, slice, low, high;
-};
-
-template <class T>
-void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t rows) {
-  std::vector<float> buffer;
-  const float* x = widened(x_rows, rows * l.k, buffer);
-  std::vector<Piece> shrinks, expands;
-  for (int64_t segment = 0; segment < l.segments; segment++)
-    for (int32_t s = 0; s < l.slices; s++) {
-      const int32_t adapter = l.seg_adapter[segment], rank = l.ranks[adapter * l.slices + s];
-      if (!rank) continue;
-      for (int32_t first = l.seg_indptr[segment]; first < l.seg_indptr[segment + 1]; first += kShrinkRows) {
-        const int32_t last = std::min<int32_t>(first + kShrinkRows, l.seg_indptr[segment + 1]);
-        for (int32_t j = 0; j < rank; j += 4) shrinks.push_back({adapter, first, last, s, j, std::min(j + 4, rank)});
-        for (int64_t column = l.offsets[s]; column < l.offsets[s + 1]; column += kExpandColumns)
-          expands.push_back({adapter, first, last, s, int32_t(column), int32_t(std::min(column + kExpandColumns, l.offsets[s + 1]))});
-      }
-    }
-  const int64_t width = l.slices * l.max_rank;
-  std::vector<float> shrunk(l.seg_indptr[l.segments] * width);  // by place in `order`
-#pragma omp parallel
-  {
-    std::vector<float> delta(kShrinkRows * kExpandColumns);
-#pragma omp for schedule(dynamic, 4)
-    for (size_t i = 0; i < shrinks.size(); i++) {
-      const Piece& p = shrinks[i];
-      const T* four[4];
-      for (int32_t j = 0; j < 4; j++)
-        four[j] = a + (l.row_table[p.adapter * l.max_rank + std::min(p.low + j, p.high - 1)] * l.slices + p.slice) * l.k;
-      float* to = shrunk.data() + p.first * width + p.slice * l.max_rank;
-      dots(p.last - p.first, [&](int64_t t) { return x + l.order[p.first + t] * l.k; }, four, l.k, [&](int64_t t, Vec4 v) {
-        for (int32_t j = p.low; j < p.high; j++) to[t * width + j] = v[j - p.low];
-      });
-    }
-#pragma omp for schedule(dynamic, 4)
-    for (size_t i = 0; i < expands.size(); i++) {
-      const Piece& p = expands[i];
-      const int64_t columns = p.high - p.low, count = p.last - p.first;
-      std::fill_n(delta.data(), count * columns, 0.0f);
-      mix(delta.data(), columns, count, shrunk.data() + p.first * width + p.slice * l.max_rank, width,
-          l.ranks[p.adapter * l.slices + p.slice], columns,
-          [&](int64_t j) { return b + l.row_table[p.adapter * l.max_rank + j] * l.n + p.low; });
-      for (int64_t t = 0; t < count; t++) {
-        T* to = y + l.order[p.first + t] * l.n + p.low;
-        const float* from = delta.data() + t * columns;
-        int64_t c = 0;
-        for (; c + kLanes <= columns; c += kLanes) store(to + c, load(to + c) + load(from + c));
-        for (; c < columns; c++) store_one(to + c, load_one(to[c]) + from[c]);
-      }
-    }
-  }
+template <class F>
+void with_weight_type(int code, F f) {
+  if (code == 2)
+    f(int8_t{});
+  else
+    with_type(code, f);
 }
 
 }  // namespace
 
 extern "C" {
 
-// y [rows, n] = x [rows, k] . w [n, k] (* scales [n]) (+ bias [n]). weight_type 0 fp32, 1 bf16, 2 int8 with scales.
+// Outputs of a panel: a packed weight [n, k] takes as many elements as n rounded up to a multiple of it, times k.
+int64_t linear_panel() { return kPanel; }
+
+// to: `from` [n, k] packed. weight_type 0 fp32, 1 bf16, 2 int8.
+void pack_linear(int weight_type, void* to, const void* from, int64_t n, int64_t k) {
+  with_weight_type(weight_type, [&](auto tag) {
+    using W = decltype(tag);
+    pack(static_cast<W*>(to), static_cast<const W*>(from), n, k);
+  });
+}
+
+// y [rows, n] = x [rows, k] . w [n, k] (* scales [n]) (+ bias [n]), w packed.
 void linear(int type, int weight_type, void* y, const void* x, const void* w, const float* scales, const void* bias,
             int64_t rows, int64_t n, int64_t k) {
   with_type(type, [&](auto tag) {
     using T = decltype(tag);
-    std::vector<float> buffer;
-    const float* wide = widened(static_cast<const T*>(x), rows * k, buffer);
-    T* to = static_cast<T*>(y);
-    const T* b = static_cast<const T*>(bias);
-    if (weight_type == 0) linear(to, wide, static_cast<const float*>(w), scales, b, rows, n, k);
-    if (weight_type == 1) linear(to, wide, static_cast<const BFloat16*>(w), scales, b, rows, n, k);
-    if (weight_type == 2) linear(to, wide, static_cast<const int8_t*>(w), scales, b, rows, n, k);
-  });
-}
-
-// As Ops.lora. Segment i: token rows order[seg_indptr[i] : seg_indptr[i + 1]] of adapter seg_adapter[i].
-void lora(int type, void* y, const void* x, const void* a, const void* b, const int32_t* order, const int32_t* seg_indptr,
-          const int32_t* seg_adapter, int64_t segments, const int32_t* row_table, const int32_t* ranks,
-          const int64_t* offsets, int64_t slices, int64_t max_rank, int64_t rows, int64_t k, int64_t n) {
-  with_type(type, [&](auto tag) {
-    using T = decltype(tag);
-    const Lora layer{order, seg_indptr, seg_adapter, row_table, ranks, offsets, segments, slices, max_rank, k, n};
-    lora(static_cast<T*>(y), static_cast<const T*>(x), static_cast<const T*>(a), static_cast<const T*>(b), layer, rows);
+    with_weight_type(weight_type, [&](auto weight_tag) {
+      using W = decltype(weight_tag);
+      linear(static_cast<T*>(y), static_cast<const T*>(x), static_cast<const W*>(w), scales, static_cast<const T*>(bias),
+             rows, n, k);
+    });
   });
 }
 

@@ -119,7 +119,26 @@ static inline Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
-static inline Vec splat(float x) { return x + Vec{}; }
+// Not x + Vec{}: an addition per value, because of -0.
+static inline Vec splat(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; i++) v[i] = x;
+  return v;
+#endif
+}
+
+// `v` in a register: compilers may otherwise load a value again for every use of it.
+static inline Vec held(Vec v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
 
 static inline Vec8 halved(Vec v) {
 #ifdef __AVX512F__
@@ -177,10 +196,10 @@ static inline void dots_tile(const float* const* x, const W* const* w, int64_t k
   for (; i + kLanes <= k; i += kLanes) {
     Vec v[ROWS];
 #pragma GCC unroll 8
-    for (int t = 0; t < ROWS; t++) v[t] = load(x[t] + i);
+    for (int t = 0; t < ROWS; t++) v[t] = held(load(x[t] + i));
 #pragma GCC unroll 8
     for (int j = 0; j < 4; j++) {
-      Vec weight = load(w[j] + i);
+      const Vec weight = held(load(w[j] + i));
 #pragma GCC unroll 8
       for (int t = 0; t < ROWS; t++) total[t][j] = multiply_add(v[t], weight, total[t][j]);
     }
@@ -225,10 +244,10 @@ static inline void mix_tile(float* y, int64_t ldy, const float* c, int64_t ldc, 
     auto* values = row(j);
     Vec weights[ROWS];
 #pragma GCC unroll 8
-    for (int t = 0; t < ROWS; t++) weights[t] = splat(c[t * ldc + j]);
+    for (int t = 0; t < ROWS; t++) weights[t] = held(splat(c[t * ldc + j]));
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) {
-      Vec part = load(values + v * kLanes);
+      const Vec part = held(load(values + v * kLanes));
 #pragma GCC unroll 8
       for (int t = 0; t < ROWS; t++) total[t][v] = multiply_add(weights[t], part, total[t][v]);
     }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import library
+from kernels.cpu import ops as cpu_ops
 from kernels.cpu.ops import CpuOps, quantise
 from kernels.layouts import BASE, PAGE_SIZE, Batch, KVLayer, LoraLayer
 from kernels.reference.ops import ReferenceOps
@@ -188,7 +189,7 @@ def test_lora_of_a_row_is_the_same_alone(native: CpuOps, dtype: torch.dtype, gen
 
 @DTYPES
 @pytest.mark.parametrize("weight_dtype", [None, "int8"])
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 70])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 70, 300])
 def test_linear(ops: CpuOps, rows: int, weight_dtype: None, dtype: torch.dtype, generator: torch.Generator) -> None:
     ops._weight_dtype = weight_dtype
     weight = torch.randn(50, 1100, generator=generator).mul(1100**-0.5).to(dtype)
@@ -202,6 +203,32 @@ def test_linear(ops: CpuOps, rows: int, weight_dtype: None, dtype: torch.dtype, 
     for given in (bias, None):
         want = x.float() @ exact.T + (0 if given is None else given.float())
         assert worst_error(ops.linear(x, ops.pack_linear(weight, given)), want) <= 1
+
+
+@DTYPES
+@pytest.mark.parametrize("weight_dtype", [None, "int8"])
+def test_linear_of_a_row_is_the_same_alone(
+    native: CpuOps, weight_dtype: None, dtype: torch.dtype, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_weight_dtype", weight_dtype)
+    # Where the CPU computes in bf16 many rows go to oneDNN, which promises no bits.
+    monkeypatch.setattr(cpu_ops, "prepacks", lambda dtype: False)
+    packed = native.pack_linear(torch.randn(100, 500, generator=generator).to(dtype), None)
+    x = torch.randn(300, 500, generator=generator).to(dtype)
+    together = native.linear(x, packed)
+    for rows in (1, 2, 3, 4, 5, 31, 257):
+        for first in (0, 7, 300 - rows):
+            if first + rows <= 300:
+                assert torch.equal(native.linear(x[first : first + rows], packed), together[first : first + rows])
+    torch.set_num_threads(3)
+    assert torch.equal(native.linear(x, packed), together)
+    torch.set_num_threads(1)
+
+
+def test_a_weight_is_taken_by_its_own_width_only(native: CpuOps) -> None:
+    packed = native.pack_linear(torch.ones(4, 8), None)
+    with pytest.raises(ValueError, match="x: 9 features, the weight takes 8"):
+        native.linear(torch.ones(1, 9), packed)
 
 
 def test_threads_do_not_change_results(native: CpuOps, generator: torch.Generator) -> None:
