@@ -3,6 +3,9 @@
 
 A row pool per group (projections that share an input, see kernels/layouts.py): a rank-r adapter takes r rows of the groups
 it adapts and none of the others.
+
+A pinned adapter is evicted from neither tier, used or not. Pins always leave a place and `max_rank` rows of every group to
+the others, so no adapter that the bank could hold becomes unservable by them.
 """
 
 from __future__ import annotations
@@ -48,9 +51,11 @@ class Load:
 class AdapterBank:
     num_rank_rows: Mapping[str, int]
     max_adapters: int
+    max_rank: int
     host_bytes_limit: int
     host: dict[AdapterRef, HostAdapter] = field(default_factory=dict)
     resident: dict[AdapterRef, Resident] = field(default_factory=dict)
+    pinned: dict[AdapterRef, None] = field(default_factory=dict)  # an ordered set
     num_evictions: int = 0
     _clock: int = 0
     _free_rows: dict[str, list[int]] = field(init=False)
@@ -64,8 +69,8 @@ class AdapterBank:
 
     @property
     def num_bytes_in_use(self) -> int:
-        """Host bytes of adapters that waiting or running requests need."""
-        return sum(adapter.num_bytes for adapter in self.host.values() if adapter.num_users)
+        """Host bytes of adapters that are pinned or that waiting or running requests need."""
+        return sum(adapter.num_bytes for ref, adapter in self.host.items() if adapter.num_users or ref in self.pinned)
 
     def has_host(self, ref: AdapterRef) -> bool:
         return ref in self.host
@@ -73,13 +78,14 @@ class AdapterBank:
     def add_host(self, ref: AdapterRef, adapter: HostAdapter) -> None:
         """Keep laid-out weights. Evicts unused ones, least recently used first, to stay within the byte limit.
 
-        What is in use or resident on the device is never dropped (host memory holds what the device holds), so the limit
-        can be exceeded by those, and by nothing else.
+        What is in use, pinned or resident on the device is never dropped (host memory holds what the device holds), so
+        the limit can be exceeded by those, and by nothing else.
         """
         self.host.pop(ref, None)
         self._clock += 1
         adapter.last_used = self._clock
-        unused = [r for r, a in self.host.items() if a.num_users == 0 and r not in self.resident]
+        kept = self.resident.keys() | self.pinned.keys()
+        unused = [r for r, a in self.host.items() if a.num_users == 0 and r not in kept]
         total = adapter.num_bytes + sum(a.num_bytes for a in self.host.values())
         for victim in sorted(unused, key=lambda r: self.host[r].last_used):
             if total <= self.host_bytes_limit:
@@ -104,6 +110,25 @@ class AdapterBank:
     def leave_host(self, ref: AdapterRef) -> None:
         self.host[ref].num_users -= 1
 
+    # Pins ------------------------------------------------------------------------------------------------------------
+
+    def can_pin(self, ref: AdapterRef) -> bool:
+        """Whether the pins, it among them, leave a place and `max_rank` rows of every group to other adapters."""
+        pinned = self.pinned.keys() | {ref}
+        taken = {g: sum(self.host[r].rank_rows.get(g, 0) for r in pinned) for g in self.num_rank_rows}
+        return len(pinned) < self.max_adapters and all(
+            rows - taken[group] >= self.max_rank for group, rows in self.num_rank_rows.items()
+        )
+
+    def pin(self, ref: AdapterRef) -> None:
+        """Keep it, in host memory from now on and on the device once it is there. Only after `can_pin(ref)`."""
+        assert ref in self.host, "pinning what is not here"
+        self.pinned[ref] = None
+
+    def unpin(self, ref: AdapterRef) -> None:
+        """It may be evicted again, as any other. Nothing where it is not pinned."""
+        self.pinned.pop(ref, None)
+
     # Device tier -----------------------------------------------------------------------------------------------------
 
     def can_acquire(self, ref: AdapterRef, leaving: Mapping[AdapterRef, int] = MappingProxyType({})) -> bool:
@@ -115,22 +140,24 @@ class AdapterBank:
 
         Only after `can_acquire(ref)`.
         """
+        load = None if ref in self.resident else self.place(ref)
         self._clock += 1
-        load = None
-        if ref not in self.resident:
-            host = self.host[ref]
-            victims = self._victims(host.rank_rows, {})
-            assert victims is not None, "acquire without can_acquire"
-            for victim in victims:
-                self._evict(victim)
-            rows = {group: [self._free_rows[group].pop() for _ in range(n)] for group, n in host.rank_rows.items()}
-            index = self._free_indices.pop()
-            self.resident[ref] = Resident(index, rows)
-            load = Load(ref, index, rows, host.weights)
         resident = self.resident[ref]
         resident.num_users += 1
         resident.last_used = self._clock
         return resident.index, load
+
+    def place(self, ref: AdapterRef) -> Load:
+        """Make it resident, without a user yet. Returns the load to do, evictions done. Only after `can_acquire(ref)`."""
+        host = self.host[ref]
+        victims = self._victims(host.rank_rows, {})
+        assert victims is not None, "place without can_acquire"
+        for victim in victims:
+            self._evict(victim)
+        rows = {group: [self._free_rows[group].pop() for _ in range(n)] for group, n in host.rank_rows.items()}
+        self._clock += 1
+        self.resident[ref] = Resident(self._free_indices.pop(), rows, last_used=self._clock)
+        return Load(ref, self.resident[ref].index, rows, host.weights)
 
     def leave(self, ref: AdapterRef) -> None:
         """One running user less. It stays resident until its rows are needed."""
@@ -144,7 +171,7 @@ class AdapterBank:
         if missing_indices <= 0 and all(n <= 0 for n in missing.values()):
             return victims
         for ref, resident in sorted(self.resident.items(), key=lambda item: item[1].last_used):
-            if resident.num_users > leaving.get(ref, 0):
+            if resident.num_users > leaving.get(ref, 0) or ref in self.pinned:
                 continue
             victims.append(ref)
             missing_indices -= 1
@@ -157,14 +184,15 @@ class AdapterBank:
 
     def _evict(self, ref: AdapterRef) -> None:
         resident = self.resident.pop(ref)
-        assert resident.num_users == 0, "evicting an adapter in use"
+        assert resident.num_users == 0 and ref not in self.pinned, "evicting an adapter in use or pinned"
         self._free_indices.append(resident.index)
         for group, rows in resident.rows.items():
             self._free_rows[group].extend(rows)
         self.num_evictions += 1
 
     def check_integrity(self, running: Mapping[AdapterRef, int], users: Mapping[AdapterRef, int]) -> None:
-        """Raise AssertionError unless rows and indices are each owned once and users are exactly those given.
+        """Raise AssertionError unless rows and indices are each owned once, users are exactly those given, and the pins
+        are here and leave room.
 
         `running`: running requests per adapter; `users`: waiting and running requests per adapter.
         """
@@ -177,3 +205,5 @@ class AdapterBank:
         assert sorted(indices) == list(range(self.max_adapters)), "adapter indices lost or owned twice"
         assert {r: s.num_users for r, s in self.resident.items() if s.num_users} == dict(running), "bank users"
         assert {r: h.num_users for r, h in self.host.items() if h.num_users} == dict(users), "host users"
+        assert self.pinned.keys() <= self.host.keys(), "a pinned adapter was evicted"
+        assert all(self.can_pin(ref) for ref in self.pinned), "pins leave others no room"

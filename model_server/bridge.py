@@ -38,6 +38,7 @@ class Bridge:
         self._on_adapter_done = on_adapter_done
         self._keys = itertools.count(1)
         self._streams: dict[int, EngineStream] = {}
+        self._pins: dict[int, asyncio.Future[messages.Failure | None]] = {}
         self._pipe, self._child_pipe = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
             target=_run_engine, args=(config, self._child_pipe), name="engine", daemon=True
@@ -68,8 +69,7 @@ class Bridge:
 
         Raises UNAVAILABLE when the engine has died, RESOURCE_EXHAUSTED when there is no room for so many.
         """
-        if self.died.is_set():
-            raise errors.unavailable("the engine process died")
+        self._check_alive()
         if len(self._streams) + num_requests > self._config.max_requests:
             raise errors.resource_exhausted(
                 "max_requests",
@@ -101,6 +101,27 @@ class Bridge:
         )
         return key
 
+    async def pin(self, ref: AdapterRef) -> messages.Failure | None:
+        """Until the adapter is resident, to stay so until it is unpinned; or why it is not. Who is cancelled here only
+        stops waiting.
+
+        Raises UNAVAILABLE when the engine has died or dies meanwhile.
+        """
+        self._check_alive()
+        key = next(self._keys)
+        ended: asyncio.Future[messages.Failure | None] = asyncio.get_running_loop().create_future()
+        self._pins[key] = ended
+        try:
+            self._send(messages.Pin(key, ref))
+            return await ended
+        finally:
+            self._pins.pop(key, None)
+
+    def unpin(self, ref: AdapterRef) -> None:
+        """Raises UNAVAILABLE when the engine has died."""
+        self._check_alive()
+        self._send(messages.Unpin(ref))
+
     def adapter_fetched(self, ref: AdapterRef, path: str) -> None:
         self._send(messages.AdapterFetched(ref, path))
 
@@ -121,6 +142,10 @@ class Bridge:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         self._closed()
+
+    def _check_alive(self) -> None:
+        if self.died.is_set():
+            raise errors.unavailable("the engine process died")
 
     def _send(self, message: Any) -> None:
         try:
@@ -145,6 +170,9 @@ class Bridge:
                 self._streams.pop(event.key).put(event)
                 if not self._streams:
                     self.idle.set()
+            case messages.PinEnded(key, failure):
+                if key in self._pins and not self._pins[key].done():  # else nobody waits any more
+                    self._pins[key].set_result(failure)
             case messages.Status():
                 self.status = event
                 self._notify()
@@ -174,6 +202,9 @@ class Bridge:
         self._pipe.close()
         if not self._ready.done():
             self._ready.set_exception(RuntimeError("the engine process ended while loading the model"))
+        for pin in self._pins.values():
+            if not pin.done():
+                pin.set_exception(errors.unavailable("the engine process died"))
         streams, self._streams = self._streams, {}
         for stream in set(streams.values()):
             stream.put(None)

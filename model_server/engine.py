@@ -50,7 +50,7 @@ class Engine:
         self._emit = emit
         self._check_every_step = check_every_step
         pool = PagePool(info.num_pages)
-        bank = AdapterBank(info.num_rank_rows, info.max_adapters, host_bytes_limit)
+        bank = AdapterBank(info.num_rank_rows, info.max_adapters, info.max_rank, host_bytes_limit)
         self.scheduler = Scheduler(limits, pool, bank, PrefixCache(pool, limits.page_size) if prefix_cache else None)
         self._requests: dict[int, Request] = {}
         self._keys: dict[Request, int] = {}
@@ -58,6 +58,7 @@ class Engine:
         self._eos = frozenset(info.eos_token_ids)
         self._wanted: deque[AdapterRef] = deque()
         self._loading: set[AdapterRef] = set()
+        self._pinning: dict[AdapterRef, list[int]] = {}  # keys of Pin messages to be answered
         self._host_bytes_limit = host_bytes_limit
         self._step = 0
         self._status_due_s = 0.0
@@ -73,6 +74,13 @@ class Engine:
                 request = self._requests.get(key)
                 if request is not None:  # else it ended on its own while the cancel was on its way
                     self._end(request, Finish.CANCELLED)
+            case messages.Pin(key, ref):
+                self._pin(key, ref)
+            case messages.Unpin(ref):
+                self.scheduler.bank.unpin(ref)
+                self._answer_pins(
+                    ref, messages.Failure("ABORTED", f"adapter {ref.adapter_id} was unpinned before it was resident")
+                )
             case messages.AdapterFetched(ref, path):
                 self._loader.start(ref, path)
             case messages.AdapterFetchFailed(ref, failure):
@@ -108,7 +116,8 @@ class Engine:
             if full and (self.has_work or self._loading):
                 return
             ref = self._wanted.popleft()
-            if ref in self.scheduler.parked and ref not in self._loading:
+            needed = ref in self.scheduler.parked or (ref in self._pinning and not self.scheduler.bank.has_host(ref))
+            if needed and ref not in self._loading:
                 self._loading.add(ref)
                 self._emit(messages.AdapterWanted(ref))
 
@@ -132,11 +141,40 @@ class Engine:
                 self.scheduler.bank.add_host(ref, result)
             self._loading.discard(ref)
             self.scheduler.adapter_ready(ref, self._clock())
+            if ref in self._pinning:
+                self._keep_resident(ref)
 
     def _adapter_failed(self, ref: AdapterRef, failure: messages.Failure) -> None:
         self._loading.discard(ref)
         for request in self.scheduler.adapter_failed(ref):
             self._report_end(request, Finish.FAILED, failure=failure)
+        self._answer_pins(ref, failure)
+
+    # Pins ------------------------------------------------------------------------------------------------------------
+
+    def _pin(self, key: int, ref: AdapterRef) -> None:
+        self._pinning.setdefault(ref, []).append(key)
+        if self.scheduler.bank.has_host(ref):
+            self._keep_resident(ref)
+        else:
+            self._wanted.append(ref)
+            self._ask_for_adapters()
+
+    def _keep_resident(self, ref: AdapterRef) -> None:
+        """The next step makes it resident, and answers."""
+        bank = self.scheduler.bank
+        if bank.can_pin(ref):
+            bank.pin(ref)
+            return
+        reason = (
+            f"adapter {ref.adapter_id} cannot be pinned: with the {len(bank.pinned)} pinned already it would leave other "
+            f"adapters no place with {bank.max_rank} rank rows, which this server's largest rank may need"
+        )
+        self._answer_pins(ref, messages.Failure("RESOURCE_EXHAUSTED", reason))
+
+    def _answer_pins(self, ref: AdapterRef, failure: messages.Failure | None) -> None:
+        for key in self._pinning.pop(ref, ()):
+            self._emit(messages.PinEnded(key, failure))
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
@@ -160,6 +198,8 @@ class Engine:
             self._emit(messages.Started(self._keys[request], request.num_cached))
         for load in plan.loads:
             self._runner.load_adapter(load.index, load.rows, load.weights)
+        for ref in [ref for ref in self._pinning if ref in self.scheduler.bank.pinned]:
+            self._answer_pins(ref, None)
         if plan.chunks:
             result = self._runner.run(plan.chunks)
             self._step += 1
@@ -251,6 +291,7 @@ class Engine:
             free_pages=scheduler.pool.num_free,
             resident=tuple(scheduler.bank.resident),
             free_rank_rows=scheduler.bank.num_free_rank_rows,
+            pinned=tuple(scheduler.bank.pinned),
             prefix_queried_tokens=cache.num_queried_tokens if cache else 0,
             prefix_hit_tokens=cache.num_hit_tokens if cache else 0,
             num_preemptions=scheduler.num_preemptions,

@@ -15,7 +15,7 @@ from typing import TypeVar
 from model_server.request import AdapterRef, Sampling
 from model_server.runner import RunnerInfo
 from model_server.tokenizer import Tokenizer
-from protos import adapter_format, common_pb2, errors, model_server_pb2, validation
+from protos import common_pb2, errors, model_server_pb2, validation
 
 _T = TypeVar("_T")
 _PRIORITIES = {
@@ -42,6 +42,12 @@ class Parsed:
     echo: bool
 
 
+def parse_adapter(ref: common_pb2.AdapterRef) -> AdapterRef:
+    """The message field "adapter". Raises INVALID_ARGUMENT naming the part of it that is wrong."""
+    validation.check_adapter(ref)
+    return AdapterRef(ref.adapter_id, ref.revision)
+
+
 class Intake:
     def __init__(self, tokenizer: Tokenizer, info: RunnerInfo, default_max_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -55,10 +61,7 @@ class Intake:
         validation.check_priority(request.priority)
         adapter = None
         if request.HasField("adapter"):
-            adapter = AdapterRef(
-                adapter_format.check_adapter_id(request.adapter.adapter_id, "adapter.adapter_id"),
-                adapter_format.check_revision(request.adapter.revision, "adapter.revision"),
-            )
+            adapter = parse_adapter(request.adapter)
         prompt_ids = await self._tokenize(request.prompt)
         sampling = self._sampling(request.sampling, len(prompt_ids))
         return Parsed(

@@ -44,6 +44,19 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """Answered by one PinEnded, once the adapter is resident or cannot be."""
+
+    key: int
+    ref: AdapterRef
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    ref: AdapterRef
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterFetched:
     """The files stand in `path`, verified, until AdapterLoaded or a failure is reported for `ref`."""
 
@@ -133,6 +146,14 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class PinEnded:
+    """`failure` None: the adapter is resident and stays so."""
+
+    key: int
+    failure: Failure | None
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The engine as it stands after a step."""
 
@@ -143,6 +164,7 @@ class Status:
     free_pages: int
     resident: tuple[AdapterRef, ...]
     free_rank_rows: int
+    pinned: tuple[AdapterRef, ...] = ()
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_preemptions: int = 0

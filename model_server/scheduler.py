@@ -143,6 +143,7 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> Plan:
         plan = Plan()
+        self._place_pins(now_s, plan)
         budget = self.limits.max_batch_tokens
         by_importance = sorted(self.running, key=lambda r: self._importance(r, now_s), reverse=True)
         prefilling: list[Request] = []
@@ -161,6 +162,18 @@ class Scheduler:
         if prefill_budget:
             self._admit(now_s, prefill_budget, plan)
         return plan
+
+    def _place_pins(self, now_s: float, plan: Plan) -> None:
+        """What was pinned since the last step becomes resident in this one. An operator's word comes before any request:
+        the least important ones with adapters that may be evicted give way until there is room, which there then is."""
+        for ref in self.bank.pinned:
+            if ref in self.bank.resident:
+                continue
+            users = [r for r in self.running if r.adapter is not None and r.adapter not in self.bank.pinned]
+            users.sort(key=lambda r: self._importance(r, now_s), reverse=True)
+            while not self.bank.can_acquire(ref):
+                self._preempt(users.pop(), plan)
+            plan.loads.append(self.bank.place(ref))
 
     def computed(self, chunk: Chunk) -> None:
         """The step that ran `chunk` is over: its K and V stand in the pages."""

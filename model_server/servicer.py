@@ -17,7 +17,7 @@ from opentelemetry import trace
 from model_server import engine_spans, messages
 from model_server.answer import Answer, position_logprobs
 from model_server.bridge import Bridge
-from model_server.intake import Intake, Parsed
+from model_server.intake import Intake, Parsed, parse_adapter
 from model_server.request import AdapterRef, Finish
 from model_server.runner import RunnerInfo, Sampled
 from model_server.tokenizer import Tokenizer
@@ -129,6 +129,23 @@ class Servicer(ModelServerServicer):
             yield self._status(seen)
             await asyncio.sleep(_STATUS_INTERVAL_S)
 
+    async def PinAdapter(  # noqa: N802
+        self, request: model_server_pb2.PinAdapterRequest, context: _Context
+    ) -> model_server_pb2.PinAdapterResponse:
+        ref = parse_adapter(request.adapter)
+        if self._draining.is_set():
+            raise errors.unavailable("this model server is draining", retry_after_s=1.0)
+        failure = await self._bridge.pin(ref)
+        if failure is not None:
+            raise _error(failure)
+        return model_server_pb2.PinAdapterResponse()
+
+    async def UnpinAdapter(  # noqa: N802
+        self, request: model_server_pb2.UnpinAdapterRequest, context: _Context
+    ) -> model_server_pb2.UnpinAdapterResponse:
+        self._bridge.unpin(parse_adapter(request.adapter))
+        return model_server_pb2.UnpinAdapterResponse()
+
     def start_draining(self) -> None:
         """Refuse new requests; those in flight go on."""
         self._draining.set()
@@ -173,6 +190,9 @@ class Servicer(ModelServerServicer):
             free_rank_rows=status.free_rank_rows,
             num_rank_rows=min(self._info.num_rank_rows.values(), default=0),
             step=status.step,
+            pinned_adapters=[_ref(ref) for ref in status.pinned],
+            kv_bytes=self._info.kv_bytes,
+            adapter_bytes=self._info.adapter_bytes,
         )
 
 
@@ -200,15 +220,18 @@ def _finished(
 
 def _raise_failure(ended: messages.Ended) -> None:
     """Raise what ended the request without an answer, if anything did."""
-    failure = ended.failure
-    if failure is not None:
-        if failure.status:
-            raise errors.from_status_bytes(failure.status)
-        raise errors.ServiceError(grpc.StatusCode[failure.code], failure.message)
+    if ended.failure is not None:
+        raise _error(ended.failure)
     if ended.finish is Finish.DEADLINE:
         raise errors.deadline_exceeded(engine_spans.phase(ended))
     if ended.finish is Finish.CANCELLED:
         raise errors.ServiceError(grpc.StatusCode.CANCELLED, "the request was cancelled")
+
+
+def _error(failure: messages.Failure) -> errors.ServiceError:
+    if failure.status:
+        return errors.from_status_bytes(failure.status)
+    return errors.ServiceError(grpc.StatusCode[failure.code], failure.message)
 
 
 def _ref(ref: AdapterRef) -> common_pb2.AdapterRef:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import common_pb2 as protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/model_server.proto\x12\nloramux.v1\x1a\x13protos/common.proto\"\xf7\x01\n\x15ServerGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x16.loramux.v1.AdapterRef\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.loramux.v1.Prompt\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.loramux.v1.SamplingParams\x12&\n\x08priority\x18\x05 \x01(\x0e\x32\x14.loramux.v1.Priority\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x17\n\x0fgateway_queue_s\x18\x07 \x01(\x01\"\x14\n\x12WatchStatusRequest\"\xa9\x02\n\rReplicaStatus\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0e\n\x06parked\x18\x06 \x01(\r\x12\x12\n\nfree_pages\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x31\n\x11resident_adapters\x18\n \x03(\x0b\x32\x16.loramux.v1.AdapterRef\x12\x16\n\x0e\x66ree_rank_rows\x18\x0b \x01(\r\x12\x15\n\rnum_rank_rows\x18\x0c \x01(\r\x12\x0c\n\x04step\x18\r \x01(\x04\x32\xa5\x01\n\x0bModelServer\x12J\n\x08Generate\x12!.loramux.v1.ServerGenerateRequest\x1a\x19.loramux.v1.GenerateEvent0\x01\x12J\n\x0bWatchStatus\x12\x1e.loramux.v1.WatchStatusRequest\x1a\x19.loramux.v1.ReplicaStatus0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19protos/model_server.proto\x12\nloramux.v1\x1a\x13protos/common.proto\"\xf7\x01\n\x15ServerGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x07\x61\x64\x61pter\x18\x02 \x01(\x0b\x32\x16.loramux.v1.AdapterRef\x12\"\n\x06prompt\x18\x03 \x01(\x0b\x32\x12.loramux.v1.Prompt\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.loramux.v1.SamplingParams\x12&\n\x08priority\x18\x05 \x01(\x0e\x32\x14.loramux.v1.Priority\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x17\n\x0fgateway_queue_s\x18\x07 \x01(\x01\"\x14\n\x12WatchStatusRequest\"<\n\x11PinAdapterRequest\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.loramux.v1.AdapterRef\"\x14\n\x12PinAdapterResponse\">\n\x13UnpinAdapterRequest\x12\'\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x16.loramux.v1.AdapterRef\"\x16\n\x14UnpinAdapterResponse\"\x83\x03\n\rReplicaStatus\x12\x12\n\nbase_model\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0f\n\x07waiting\x18\x05 \x01(\r\x12\x0e\n\x06parked\x18\x06 \x01(\r\x12\x12\n\nfree_pages\x18\x07 \x01(\r\x12\x11\n\tnum_pages\x18\x08 \x01(\r\x12\x11\n\tpage_size\x18\t \x01(\r\x12\x31\n\x11resident_adapters\x18\n \x03(\x0b\x32\x16.loramux.v1.AdapterRef\x12\x16\n\x0e\x66ree_rank_rows\x18\x0b \x01(\r\x12\x15\n\rnum_rank_rows\x18\x0c \x01(\r\x12\x0c\n\x04step\x18\r \x01(\x04\x12/\n\x0fpinned_adapters\x18\x0e \x03(\x0b\x32\x16.loramux.v1.AdapterRef\x12\x10\n\x08kv_bytes\x18\x0f \x01(\x04\x12\x15\n\radapter_bytes\x18\x10 \x01(\x04\x32\xc5\x02\n\x0bModelServer\x12J\n\x08Generate\x12!.loramux.v1.ServerGenerateRequest\x1a\x19.loramux.v1.GenerateEvent0\x01\x12J\n\x0bWatchStatus\x12\x1e.loramux.v1.WatchStatusRequest\x1a\x19.loramux.v1.ReplicaStatus0\x01\x12K\n\nPinAdapter\x12\x1d.loramux.v1.PinAdapterRequest\x1a\x1e.loramux.v1.PinAdapterResponse\x12Q\n\x0cUnpinAdapter\x12\x1f.loramux.v1.UnpinAdapterRequest\x1a .loramux.v1.UnpinAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SERVERGENERATEREQUEST']._serialized_end=310
   _globals['_WATCHSTATUSREQUEST']._serialized_start=312
   _globals['_WATCHSTATUSREQUEST']._serialized_end=332
-  _globals['_REPLICASTATUS']._serialized_start=335
-  _globals['_REPLICASTATUS']._serialized_end=632
-  _globals['_MODELSERVER']._serialized_start=635
-  _globals['_MODELSERVER']._serialized_end=800
+  _globals['_PINADAPTERREQUEST']._serialized_start=334
+  _globals['_PINADAPTERREQUEST']._serialized_end=394
+  _globals['_PINADAPTERRESPONSE']._serialized_start=396
+  _globals['_PINADAPTERRESPONSE']._serialized_end=416
+  _globals['_UNPINADAPTERREQUEST']._serialized_start=418
+  _globals['_UNPINADAPTERREQUEST']._serialized_end=480
+  _globals['_UNPINADAPTERRESPONSE']._serialized_start=482
+  _globals['_UNPINADAPTERRESPONSE']._serialized_end=504
+  _globals['_REPLICASTATUS']._serialized_start=507
+  _globals['_REPLICASTATUS']._serialized_end=894
+  _globals['_MODELSERVER']._serialized_start=897
+  _globals['_MODELSERVER']._serialized_end=1222
 # @@protoc_insertion_point(module_scope)

@@ -77,6 +77,76 @@ class WatchStatusRequest(_message.Message):
 Global___WatchStatusRequest: _TypeAlias = WatchStatusRequest  # noqa: Y015
 
 @_typing.final
+class PinAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterRef: ...
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinAdapterRequest: _TypeAlias = PinAdapterRequest  # noqa: Y015
+
+@_typing.final
+class PinAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinAdapterResponse: _TypeAlias = PinAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnpinAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def adapter(self) -> _common_pb2.AdapterRef: ...
+    def __init__(
+        self,
+        *,
+        adapter: _common_pb2.AdapterRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinAdapterRequest: _TypeAlias = UnpinAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnpinAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnpinAdapterResponse: _TypeAlias = UnpinAdapterResponse  # noqa: Y015
+
+@_typing.final
 class ReplicaStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -93,6 +163,9 @@ class ReplicaStatus(_message.Message):
     FREE_RANK_ROWS_FIELD_NUMBER: _builtins.int
     NUM_RANK_ROWS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    PINNED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    ADAPTER_BYTES_FIELD_NUMBER: _builtins.int
     base_model: _builtins.str
     context_length: _builtins.int
     """The longest prompt plus output this server can hold, from the model and the size of the KV pool."""
@@ -107,8 +180,13 @@ class ReplicaStatus(_message.Message):
     num_rank_rows: _builtins.int
     step: _builtins.int
     """steps the engine has run"""
+    kv_bytes: _builtins.int
+    """What the KV pages and the rank rows may take of the device's memory."""
+    adapter_bytes: _builtins.int
     @_builtins.property
     def resident_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterRef]: ...
+    @_builtins.property
+    def pinned_adapters(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.AdapterRef]: ...
     def __init__(
         self,
         *,
@@ -125,10 +203,13 @@ class ReplicaStatus(_message.Message):
         free_rank_rows: _builtins.int = ...,
         num_rank_rows: _builtins.int = ...,
         step: _builtins.int = ...,
+        pinned_adapters: _abc.Iterable[_common_pb2.AdapterRef] | None = ...,
+        kv_bytes: _builtins.int = ...,
+        adapter_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_model", b"base_model", "context_length", b"context_length", "draining", b"draining", "free_pages", b"free_pages", "free_rank_rows", b"free_rank_rows", "num_pages", b"num_pages", "num_rank_rows", b"num_rank_rows", "page_size", b"page_size", "parked", b"parked", "resident_adapters", b"resident_adapters", "running", b"running", "step", b"step", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_bytes", b"adapter_bytes", "base_model", b"base_model", "context_length", b"context_length", "draining", b"draining", "free_pages", b"free_pages", "free_rank_rows", b"free_rank_rows", "kv_bytes", b"kv_bytes", "num_pages", b"num_pages", "num_rank_rows", b"num_rank_rows", "page_size", b"page_size", "parked", b"parked", "pinned_adapters", b"pinned_adapters", "resident_adapters", b"resident_adapters", "running", b"running", "step", b"step", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

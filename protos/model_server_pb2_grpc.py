@@ -45,6 +45,16 @@ class ModelServerStub(object):
                 request_serializer=protos_dot_model__server__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=protos_dot_model__server__pb2.ReplicaStatus.FromString,
                 _registered_method=True)
+        self.PinAdapter = channel.unary_unary(
+                '/loramux.v1.ModelServer/PinAdapter',
+                request_serializer=protos_dot_model__server__pb2.PinAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_model__server__pb2.PinAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnpinAdapter = channel.unary_unary(
+                '/loramux.v1.ModelServer/UnpinAdapter',
+                request_serializer=protos_dot_model__server__pb2.UnpinAdapterRequest.SerializeToString,
+                response_deserializer=protos_dot_model__server__pb2.UnpinAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ModelServerServicer(object):
@@ -63,6 +73,22 @@ class ModelServerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinAdapter(self, request, context):
+        """Keeps an adapter resident, used or not: fetches and loads it, answers once it is there. Again: nothing more happens.
+        Fails as a request for the adapter would, or with RESOURCE_EXHAUSTED where the pins would leave other adapters no room.
+        A caller that stops waiting does not undo it. Pins are this server's own, and gone when it ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinAdapter(self, request, context):
+        """From now on it may be evicted like any other. A PinAdapter that is still waiting for it ends with ABORTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ModelServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +101,16 @@ def add_ModelServerServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=protos_dot_model__server__pb2.WatchStatusRequest.FromString,
                     response_serializer=protos_dot_model__server__pb2.ReplicaStatus.SerializeToString,
+            ),
+            'PinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinAdapter,
+                    request_deserializer=protos_dot_model__server__pb2.PinAdapterRequest.FromString,
+                    response_serializer=protos_dot_model__server__pb2.PinAdapterResponse.SerializeToString,
+            ),
+            'UnpinAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinAdapter,
+                    request_deserializer=protos_dot_model__server__pb2.UnpinAdapterRequest.FromString,
+                    response_serializer=protos_dot_model__server__pb2.UnpinAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +167,60 @@ class ModelServer(object):
             '/loramux.v1.ModelServer/WatchStatus',
             protos_dot_model__server__pb2.WatchStatusRequest.SerializeToString,
             protos_dot_model__server__pb2.ReplicaStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loramux.v1.ModelServer/PinAdapter',
+            protos_dot_model__server__pb2.PinAdapterRequest.SerializeToString,
+            protos_dot_model__server__pb2.PinAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loramux.v1.ModelServer/UnpinAdapter',
+            protos_dot_model__server__pb2.UnpinAdapterRequest.SerializeToString,
+            protos_dot_model__server__pb2.UnpinAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,13 @@ class ModelServerStub:
     Generate: _grpc.UnaryStreamMultiCallable[_model_server_pb2.ServerGenerateRequest, _common_pb2.GenerateEvent]
     WatchStatus: _grpc.UnaryStreamMultiCallable[_model_server_pb2.WatchStatusRequest, _model_server_pb2.ReplicaStatus]
     """Sends the status at once, then at every change, at most ten times a second."""
+    PinAdapter: _grpc.UnaryUnaryMultiCallable[_model_server_pb2.PinAdapterRequest, _model_server_pb2.PinAdapterResponse]
+    """Keeps an adapter resident, used or not: fetches and loads it, answers once it is there. Again: nothing more happens.
+    Fails as a request for the adapter would, or with RESOURCE_EXHAUSTED where the pins would leave other adapters no room.
+    A caller that stops waiting does not undo it. Pins are this server's own, and gone when it ends.
+    """
+    UnpinAdapter: _grpc.UnaryUnaryMultiCallable[_model_server_pb2.UnpinAdapterRequest, _model_server_pb2.UnpinAdapterResponse]
+    """From now on it may be evicted like any other. A PinAdapter that is still waiting for it ends with ABORTED."""
 
 @_typing.type_check_only
 class ModelServerAsyncStub(ModelServerStub):
@@ -42,6 +49,13 @@ class ModelServerAsyncStub(ModelServerStub):
     Generate: _aio.UnaryStreamMultiCallable[_model_server_pb2.ServerGenerateRequest, _common_pb2.GenerateEvent]  # type: ignore[assignment]
     WatchStatus: _aio.UnaryStreamMultiCallable[_model_server_pb2.WatchStatusRequest, _model_server_pb2.ReplicaStatus]  # type: ignore[assignment]
     """Sends the status at once, then at every change, at most ten times a second."""
+    PinAdapter: _aio.UnaryUnaryMultiCallable[_model_server_pb2.PinAdapterRequest, _model_server_pb2.PinAdapterResponse]  # type: ignore[assignment]
+    """Keeps an adapter resident, used or not: fetches and loads it, answers once it is there. Again: nothing more happens.
+    Fails as a request for the adapter would, or with RESOURCE_EXHAUSTED where the pins would leave other adapters no room.
+    A caller that stops waiting does not undo it. Pins are this server's own, and gone when it ends.
+    """
+    UnpinAdapter: _aio.UnaryUnaryMultiCallable[_model_server_pb2.UnpinAdapterRequest, _model_server_pb2.UnpinAdapterResponse]  # type: ignore[assignment]
+    """From now on it may be evicted like any other. A PinAdapter that is still waiting for it ends with ABORTED."""
 
 class ModelServerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -58,5 +72,24 @@ class ModelServerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_model_server_pb2.ReplicaStatus], _abc.AsyncIterator[_model_server_pb2.ReplicaStatus]]:
         """Sends the status at once, then at every change, at most ten times a second."""
+
+    @_abc_1.abstractmethod
+    def PinAdapter(
+        self,
+        request: _model_server_pb2.PinAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_server_pb2.PinAdapterResponse, _abc.Awaitable[_model_server_pb2.PinAdapterResponse]]:
+        """Keeps an adapter resident, used or not: fetches and loads it, answers once it is there. Again: nothing more happens.
+        Fails as a request for the adapter would, or with RESOURCE_EXHAUSTED where the pins would leave other adapters no room.
+        A caller that stops waiting does not undo it. Pins are this server's own, and gone when it ends.
+        """
+
+    @_abc_1.abstractmethod
+    def UnpinAdapter(
+        self,
+        request: _model_server_pb2.UnpinAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_model_server_pb2.UnpinAdapterResponse, _abc.Awaitable[_model_server_pb2.UnpinAdapterResponse]]:
+        """From now on it may be evicted like any other. A PinAdapter that is still waiting for it ends with ABORTED."""
 
 def add_ModelServerServicer_to_server(servicer: ModelServerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

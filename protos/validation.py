@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from protos import adapter_format
 from protos import common_pb2 as pb
 from protos.errors import invalid_argument, quote
 
@@ -84,6 +85,12 @@ def check_sampling(sampling: pb.SamplingParams) -> None:
             raise invalid_argument(f"sampling.{name}", f"is {number}, must be 0 to {MAX_LOGPROBS}")
     if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:
         raise invalid_argument("sampling.n", f"is {sampling.n}, must be 1 to {MAX_CHOICES}")
+
+
+def check_adapter(ref: pb.AdapterRef, field: str = "adapter") -> None:
+    """Raises INVALID_ARGUMENT naming the part of `field` that names no revision of an adapter."""
+    adapter_format.check_adapter_id(ref.adapter_id, f"{field}.adapter_id")
+    adapter_format.check_revision(ref.revision, f"{field}.revision")
 
 
 def check_priority(priority: int) -> None:

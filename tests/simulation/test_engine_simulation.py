@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from model_server.request import Finish
@@ -12,11 +14,14 @@ NAMES = [f"a{i}" for i in range(8)]
 
 
 def _storm(seed: int, num_requests: int = 20) -> World:
-    """Arrivals, cancels, deadlines, cold and broken adapters over a pool and a bank that are too small."""
+    """Arrivals, cancels, deadlines, cold and broken adapters over a pool and a bank that are too small; in a third of the
+    seeds an operator pins and unpins at random."""
+    pins = seed % 3 == 0
     world = World(
         seed,
         num_pages=24,
-        rank_rows=20,
+        rank_rows=28 if pins else 20,
+        max_rank=20,
         max_adapters=3,
         ranks=dict(zip(NAMES, (1, 3, 4, 8, 8, 12, 16, 20), strict=True)),
         broken=frozenset({"a3"}),
@@ -46,6 +51,9 @@ def _storm(seed: int, num_requests: int = 20) -> World:
 
     for _ in range(num_requests):
         world.at(random.random() * 2, arrive)
+    for _ in range(num_requests // 2 if pins else 0):
+        operate = random.choice([world.pin, world.pin, world.unpin])
+        world.at(random.random() * 2, partial(operate, random.choice(NAMES)))
     world.run()
     return world
 
@@ -74,4 +82,6 @@ def test_storms_do_preempt_and_evict() -> None:
     worlds = [_storm(seed) for seed in range(20)]
     assert sum(w.engine.scheduler.num_preemptions for w in worlds) > 50
     assert sum(w.engine.scheduler.bank.num_evictions for w in worlds) > 20
+    answers = [failure.code if failure else "" for world in worlds for failure in world.pin_answers.values()]
+    assert {"", "ABORTED", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} == set(answers)
     assert sum(w.engine.scheduler.prefix_cache.num_hit_tokens for w in worlds if w.engine.scheduler.prefix_cache) > 100

@@ -6,7 +6,7 @@ import pytest
 
 from model_server.request import Finish
 from model_server.scheduler import Limits
-from tests.simulation.world import User, World
+from tests.simulation.world import User, World, ref
 
 
 def finished(user: User) -> float:
@@ -230,4 +230,75 @@ def test_cold_adapters_come_in_as_host_memory_takes_them() -> None:
         most = max(most, sum(adapter.num_bytes for adapter in bank.host.values()))
     assert all(finished(user) for user in users)
     assert most <= 2400 + (8 + 2) * 800  # each is 800 bytes; 8 may be on their way, 2 are resident
+    world.check_answers()
+
+
+def test_the_free_slot_rotates_beside_a_pinned_adapter() -> None:
+    """Two places, one pinned: base traffic needs none, and two adapters take turns in the other."""
+    world = World(max_adapters=2, rank_rows=16, max_rank=8, ranks={"kept": 8, "b": 8, "c": 8})
+    key = world.pin("kept")
+    users = [world.submit(4, 12, adapter=name) for name in (None, "b", "c", "b", None, "c", "b", "kept")]
+    world.run()
+    assert world.pin_answers == {key: None}
+    assert all(finished(user) for user in users)
+    assert ref("kept") in world.engine.scheduler.bank.resident
+    assert world.num_loads[ref("kept")] == 1
+    world.check_answers()
+
+
+def test_a_pin_needs_no_request_to_end() -> None:
+    """Running requests whose adapters stand in the way are preempted, the least important first, and still right."""
+    world = World(max_adapters=2, rank_rows=16, max_rank=8, ranks={"a": 8, "b": 8, "late": 8}, ageing_s=1000)
+    first, second = world.submit(4, 100, adapter="a", priority=2), world.submit(4, 100, adapter="b")
+    while not (first.tokens and second.tokens):
+        world.step()
+    key = world.pin("late")
+    while key not in world.pin_answers:
+        world.step()
+    assert world.pin_answers[key] is None
+    assert first.ended is None and second.ended is None
+    world.run()
+    assert first.ended is not None and first.ended.num_preemptions == 0
+    assert second.ended is not None and second.ended.num_preemptions == 1
+    assert finished(first) < finished(second)
+    world.check_answers()
+
+
+def test_a_pin_that_leaves_no_room_is_refused_and_nothing_changes() -> None:
+    world = World(max_adapters=3, rank_rows=20, max_rank=12, ranks={"small": 8, "large": 9, "other": 1, "third": 1})
+
+    def pin(name: str) -> str | None:
+        key = world.pin(name)
+        world.run()
+        failure = world.pin_answers[key]
+        return failure and failure.code
+
+    refused = "RESOURCE_EXHAUSTED"
+    assert [pin(name) for name in ("large", "small", "other", "small")] == [refused, None, refused, None]
+    world.unpin("small")
+    # Now it is places that run out, before rows do.
+    assert [pin(name) for name in ("other", "third", "small")] == [None, None, refused]
+    world.check_answers()
+
+
+def test_unpinned_while_it_loads() -> None:
+    world = World(ranks={"a": 4}, max_rank=4)
+    first = world.pin("a")
+    world.unpin("a")
+    second = world.pin("a")
+    world.run()
+    failure = world.pin_answers[first]
+    assert failure is not None and failure.code == "ABORTED"
+    assert world.pin_answers[second] is None
+    world.unpin("a")
+    world.unpin("a")
+    world.check_answers()
+
+
+def test_a_broken_adapter_is_not_pinned() -> None:
+    world = World(ranks={"a": 4}, max_rank=4, broken=frozenset({"bad"}))
+    key = world.pin("bad")
+    world.run()
+    failure = world.pin_answers[key]
+    assert failure is not None and failure.code == "FAILED_PRECONDITION"
     world.check_answers()

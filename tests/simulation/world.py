@@ -54,6 +54,7 @@ class World:
         page_size: int = 4,
         rank_rows: int = 32,
         max_adapters: int = 4,
+        max_rank: int | None = None,
         ranks: dict[str, int] | None = None,
         broken: frozenset[str] = frozenset(),
         fetch_s: float = 0.2,
@@ -72,7 +73,7 @@ class World:
             adapter_bytes=0,
             num_rank_rows=dict.fromkeys(GROUPS, rank_rows),
             max_adapters=max_adapters,
-            max_rank=rank_rows,
+            max_rank=max_rank or rank_rows,
             context_length=context_length,
             vocab_size=VOCAB,
             eos_token_ids=(0,),
@@ -93,6 +94,9 @@ class World:
             check_every_step=True,
         )
         self.users: dict[int, User] = {}
+        self.pinned: dict[AdapterRef, None] = {}  # as an operator knows it
+        self.pin_answers: dict[int, messages.Failure | None] = {}
+        self._pins: dict[int, AdapterRef] = {}
         self._keys = itertools.count(1)
         self._due: list[tuple[float, int, Any]] = []
         self._sequence = itertools.count()
@@ -136,6 +140,17 @@ class World:
     def cancel(self, user: User) -> None:
         self.engine.handle(messages.Cancel(user.key))
 
+    def pin(self, name: str) -> int:
+        """Its answer comes in `pin_answers`, under the key returned."""
+        key = next(self._keys)
+        self._pins[key] = ref(name)
+        self.engine.handle(messages.Pin(key, ref(name)))
+        return key
+
+    def unpin(self, name: str) -> None:
+        self.pinned.pop(ref(name), None)
+        self.engine.handle(messages.Unpin(ref(name)))
+
     # Time ------------------------------------------------------------------------------------------------------------
 
     def at(self, when_s: float, action: Any) -> None:
@@ -145,7 +160,10 @@ class World:
         """One engine step, or a jump to the next thing that happens. False when nothing will."""
         while self._due and self._due[0][0] <= self.clock.now_s:
             heapq.heappop(self._due)[2]()
-        if self.engine.step():
+        computed = self.engine.step()
+        resident = self.engine.scheduler.bank.resident
+        assert self.pinned.keys() <= resident.keys(), "a pinned adapter was evicted"
+        if computed:
             return True
         deadline_s = self.engine.next_deadline_s()
         times = [t for t in (deadline_s, self._due[0][0] if self._due else None) if t is not None]
@@ -191,6 +209,11 @@ class World:
                 user = self.users[event.key]
                 assert user.ended is None, "ended twice"
                 user.ended, user.ended_s = event, now_s
+            case messages.PinEnded(key, failure):
+                assert key not in self.pin_answers, "a pin answered twice"
+                self.pin_answers[key] = failure
+                if failure is None:
+                    self.pinned[self._pins[key]] = None
         self.trace.append((now_s, repr(event)))
 
     # What must hold when all is over ---------------------------------------------------------------------------------
@@ -211,3 +234,5 @@ class World:
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_pages, "pages leaked"
         self.engine.scheduler.check_integrity()
+        assert self.pin_answers.keys() == self._pins.keys(), "a pin was never answered"
+        assert self.engine.scheduler.bank.pinned.keys() == self.pinned.keys(), "a pin was lost or leaked"
