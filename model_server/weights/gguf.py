@@ -72,9 +72,7 @@ class GgufFile:
 
         permuted = self._metadata["general.architecture"] == "llama"
         for name, stored in self._tensors.items():
-            # As a plain array: on the reader's memory map every one of the many small steps takes twice as long.
-            data = np.asarray(stored.data)
-            values = np.require(gguf.dequantize(data, stored.tensor_type), np.float32, "W")
+            values = np.require(gguf.dequantize(stored.data, stored.tensor_type), np.float32, "W")
             tensor = torch.from_numpy(values)
             if permuted and (match := re.fullmatch(r"blk\.\d+\.attn_(q|k)\.(weight|bias)", name)):
                 heads = self.config.num_heads if match[1] == "q" else self.config.num_kv_heads
