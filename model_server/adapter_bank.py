@@ -164,13 +164,15 @@ class AdapterBank:
         self.resident[ref].num_users -= 1
 
     def _victims(self, need: Mapping[str, int], leaving: Mapping[AdapterRef, int]) -> list[AdapterRef] | None:
-        """Unused residents to evict, least recently used first, to make room for `need`; None where that is not enough."""
+        """Residents that nobody runs with, to evict for `need`: those that waiting requests want last, else the least
+        recently used first. None where they are not enough."""
         missing = {g: n - len(self._free_rows.get(g, ())) for g, n in need.items()}
         missing_indices = 1 - len(self._free_indices)
         victims: list[AdapterRef] = []
         if missing_indices <= 0 and all(n <= 0 for n in missing.values()):
             return victims
-        for ref, resident in sorted(self.resident.items(), key=lambda item: item[1].last_used):
+        for ref in sorted(self.resident, key=lambda r: (self.host[r].num_users > 0, self.resident[r].last_used)):
+            resident = self.resident[ref]
             if resident.num_users > leaving.get(ref, 0) or ref in self.pinned:
                 continue
             victims.append(ref)

@@ -99,3 +99,17 @@ def test_integrity_notices_a_lost_pin() -> None:
     del books.host[ref("a")]
     with pytest.raises(AssertionError, match="pinned"):
         books.check_integrity({}, {})
+
+
+def test_what_a_waiting_request_wants_goes_last() -> None:
+    books = bank()
+    a, b, c = (add(books, name) for name in "abc")
+    use(books, a)
+    use(books, b)
+    books.use_host(a)
+    use(books, c)
+    assert books.resident.keys() == {a, c}, "b was used later, but nobody waits for it"
+    books.use_host(c)
+    use(books, b)
+    assert books.resident.keys() == {b, c}, "nothing else is left to evict"
+    books.check_integrity({}, {a: 1, c: 1})
