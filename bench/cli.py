@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -13,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench import comparison, peer_setup, workloads
+from bench import comparison, peer_setup, startup, workloads
 from bench.goals import GOALS, Case
 from bench.session import ENGINES, LORAMUX, LORAMUX_GRPC, Options
+from loramux.service_process import LaunchError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 _out, _err = Console(), Console(stderr=True)
@@ -184,6 +186,32 @@ def goals(
 
 
 @app.command()
+def ready(
+    repeat: _Repeat = 3,
+    model: _Model = peer_setup.SMOLLM2,
+    dtype: Dtype = Dtype.bfloat16,
+    device: _Device = "cpu",
+    set_: _Set = None,
+    as_json: _Json = False,
+) -> None:
+    """Measure how long our model server takes to start; exit status 1 where that is too long."""
+    options = Options(model, dtype.value, device, settings=_settings(None, set_))
+    with _reported() as say:
+        times_s = startup.seconds_until_ready(options, repeats=repeat, say=say)
+    median_s = statistics.median(times_s)
+    if as_json:
+        row = {"seconds_until_ready": median_s, "seconds_until_ready_all": times_s, "dtype": dtype.value}
+        print(json.dumps({**row, "must": startup.MUST_S, "dream": startup.DREAM_S}))
+    else:
+        _out.print(
+            f"ready after {median_s:.1f} s (must {startup.MUST_S:g}, dream {startup.DREAM_S:g}); "
+            f"each: {', '.join(f'{value:.1f}' for value in times_s)}"
+        )
+    if median_s > startup.MUST_S:
+        raise typer.Exit(1)
+
+
+@app.command()
 def plot(
     results: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What --json printed.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the pictures.")] = Path(
@@ -235,7 +263,7 @@ def _reported() -> Iterator[Callable[[str], None]]:
     try:
         with _err.status("") as status:
             yield status.update
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, LaunchError) as error:
         _err.print(f"[red]error:[/] {error}", markup=True, highlight=False)
         raise typer.Exit(2) from error
 

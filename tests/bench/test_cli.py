@@ -99,3 +99,12 @@ def test_every_goal_can_be_measured() -> None:
                 assert case.engine in ENGINES and case.workload in WORKLOADS
                 build(case.workload, **case.sizes)
         assert (goal.dream < goal.must) == goal.at_most
+
+
+def test_a_start_is_timed() -> None:
+    row = json.loads(invoke("ready", "--repeat", "1", "--dtype", "float32", "--set", "num_threads=1", "--json"))
+    assert 0 < row["seconds_until_ready"] == row["seconds_until_ready_all"][0]
+
+
+def test_a_start_that_fails_says_why() -> None:
+    assert "no-such-model" in error_of("ready", "--model", "no-such-model")
