@@ -10,7 +10,7 @@ the others, so no adapter that the bank could hold becomes unservable by them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +35,7 @@ class Resident:
     rows: dict[str, list[int]]
     num_users: int = 0  # running requests: not evicted
     last_used: int = 0
+    prefetched: bool = False  # and not used since
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +146,28 @@ class AdapterBank:
         resident = self.resident[ref]
         resident.num_users += 1
         resident.last_used = self._clock
+        resident.prefetched = False
         return resident.index, load
 
     def place(self, ref: AdapterRef) -> Load:
         """Make it resident, without a user yet. Returns the load to do, evictions done. Only after `can_acquire(ref)`."""
-        host = self.host[ref]
-        victims = self._victims(host.rank_rows, {})
+        victims = self._victims(self.host[ref].rank_rows, {})
         assert victims is not None, "place without can_acquire"
+        return self._place(ref, victims)
+
+    def prefetch(self, ref: AdapterRef, spare: Collection[AdapterRef]) -> Load | None:
+        """As `place`, for a waiting request. Evicts none of `spare`, and nothing prefetched while a request waits for it:
+        two could evict each other for ever. None: that makes no room."""
+        ahead = {r for r, resident in self.resident.items() if resident.prefetched and self.host[r].num_users}
+        victims = self._victims(self.host[ref].rank_rows, {}, ahead.union(spare))
+        if victims is None:
+            return None
+        load = self._place(ref, victims)
+        self.resident[ref].prefetched = True
+        return load
+
+    def _place(self, ref: AdapterRef, victims: Iterable[AdapterRef]) -> Load:
+        host = self.host[ref]
         for victim in victims:
             self._evict(victim)
         rows = {group: [self._free_rows[group].pop() for _ in range(n)] for group, n in host.rank_rows.items()}
@@ -163,9 +179,11 @@ class AdapterBank:
         """One running user less. It stays resident until its rows are needed."""
         self.resident[ref].num_users -= 1
 
-    def _victims(self, need: Mapping[str, int], leaving: Mapping[AdapterRef, int]) -> list[AdapterRef] | None:
+    def _victims(
+        self, need: Mapping[str, int], leaving: Mapping[AdapterRef, int], spare: Collection[AdapterRef] = ()
+    ) -> list[AdapterRef] | None:
         """Residents that nobody runs with, to evict for `need`: those that waiting requests want last, else the least
-        recently used first. None where they are not enough."""
+        recently used first. None where they are not enough. None of `spare` is among them."""
         missing = {g: n - len(self._free_rows.get(g, ())) for g, n in need.items()}
         missing_indices = 1 - len(self._free_indices)
         victims: list[AdapterRef] = []
@@ -173,7 +191,7 @@ class AdapterBank:
             return victims
         for ref in sorted(self.resident, key=lambda r: (self.host[r].num_users > 0, self.resident[r].last_used)):
             resident = self.resident[ref]
-            if resident.num_users > leaving.get(ref, 0) or ref in self.pinned:
+            if resident.num_users > leaving.get(ref, 0) or ref in self.pinned or ref in spare:
                 continue
             victims.append(ref)
             missing_indices -= 1

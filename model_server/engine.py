@@ -201,7 +201,7 @@ class Engine:
         for ref in [ref for ref in self._pinning if ref in self.scheduler.bank.pinned]:
             self._answer_pins(ref, None)
         if plan.chunks:
-            result = self._runner.run(plan.chunks)
+            result = self._runner.run(plan.chunks, plan.ahead)
             self._step += 1
             self._apply(plan.chunks, result)
         if self._check_every_step or not self.has_work:

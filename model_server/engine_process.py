@@ -82,6 +82,7 @@ def main(config: Config, pipe: Connection) -> None:
             max_prefill_tokens=config.max_prefill_tokens,
             max_running=config.max_running,
             ageing_s=config.ageing_s,
+            prefetch=info.loads_ahead,
         ),
         host_bytes_limit=config.host_adapter_bytes,
         clock=time.monotonic,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from model_server.adapter_bank import Load
 from model_server.request import Request
 
 
@@ -27,6 +28,7 @@ class RunnerInfo:
     context_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    loads_ahead: bool = False  # a load given to `run` goes on beside the step and takes no time from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,4 +73,5 @@ class Runner(Protocol):
     def load_adapter(self, adapter_index: int, rank_rows: Mapping[str, Sequence[int]], weights: Any) -> None:
         """Copy host weights (what adapter_loader.py laid out) into the bank's rows. Called between steps only."""
 
-    def run(self, chunks: Sequence[Chunk]) -> StepResult: ...
+    def run(self, chunks: Sequence[Chunk], ahead: Load | None = None) -> StepResult:
+        """`ahead`: a load that this step does not need; the next one may."""

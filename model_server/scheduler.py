@@ -1,7 +1,8 @@
 """What the next step computes. Pure: no torch, no grpc, no clock; time is an argument, and every decision can be replayed.
 
 Each step, under a budget of tokens: every running request decodes one token, running prefills go on by chunks, then waiting
-requests are admitted. A request holds pages for all its known tokens from admission on, and takes one more as it grows.
+requests are admitted. Where the runner copies beside its step (`Limits.prefetch`), one adapter is loaded ahead for those still
+waiting. A request holds pages for all its known tokens from admission on, and takes one more as it grows.
 When no page is left the least important running request is preempted: it gives up its pages and waits again, to recompute
 prompt and output so far (its past output never changes). Importance is (effective class, earlier arrival), a total order
 that does not change by preemption, so the most important request always proceeds and nothing ping-pongs.
@@ -10,8 +11,9 @@ that does not change by preemption, so the most important request always proceed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from model_server.adapter_bank import AdapterBank, Load
 from model_server.page_pool import PagePool
@@ -33,6 +35,7 @@ class Limits:
     max_running: int = 64
     max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
     ageing_s: float = 5.0
+    prefetch: bool = False  # whether to load adapters ahead of admission: where that takes no time from the step
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_running:
@@ -45,6 +48,7 @@ class Limits:
 class Plan:
     chunks: list[Chunk] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    ahead: Load | None = None  # to be done beside the chunks: no request of this step needs it
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
@@ -159,8 +163,10 @@ class Scheduler:
         for request in prefilling:
             if request in self.running and prefill_budget:
                 prefill_budget -= self._chunk(request, prefill_budget, plan)
-        if prefill_budget:
-            self._admit(now_s, prefill_budget, plan)
+        order = self.waiting.in_order(now_s)
+        left = self._admit(order, now_s, prefill_budget, plan) if prefill_budget else []
+        if self.limits.prefetch and plan.chunks:
+            plan.ahead = self._prefetch(chain(left, order), plan)
         return plan
 
     def _place_pins(self, now_s: float, plan: Plan) -> None:
@@ -208,16 +214,17 @@ class Scheduler:
         request.page_table.append(self.pool.allocate())
         return True
 
-    def _admit(self, now_s: float, budget: int, plan: Plan) -> None:
+    def _admit(self, order: Iterator[Request], now_s: float, budget: int, plan: Plan) -> list[Request]:
+        """Returns the requests that it took from `order` and did not admit."""
         passed: list[Request] = []
         preempted_before = len(plan.preempted)
-        for request in self.waiting.in_order(now_s):
+        for request in order:
             if request in plan.preempted:
                 continue
             if not self._make_room(request, now_s, plan):
+                passed.append(request)
                 if len(self.running) >= self.limits.max_running or request.num_bypassed >= self.limits.max_bypass:
                     break
-                passed.append(request)
                 if len(passed) >= _MAX_LOOKAHEAD:
                     break
                 continue
@@ -230,6 +237,20 @@ class Scheduler:
         if len(plan.preempted) > preempted_before:
             gone = set(plan.preempted)
             plan.chunks = [chunk for chunk in plan.chunks if chunk.request not in gone]
+        return passed
+
+    def _prefetch(self, order: Iterable[Request], plan: Plan) -> Load | None:
+        """One load for the first request in `order` whose adapter is not on the device, so that its admission waits for
+        none. It evicts nothing that runs, is pinned, or that a request further ahead wants; where that makes no room
+        nobody further back is looked at, who would only take rows from the one in front."""
+        ahead = {request.adapter for request in plan.preempted if request.adapter is not None}
+        for request in islice(order, _MAX_LOOKAHEAD):
+            if request.adapter is None:
+                continue
+            if request.adapter not in self.bank.resident:
+                return self.bank.prefetch(request.adapter, ahead)
+            ahead.add(request.adapter)
+        return None
 
     def _make_room(self, request: Request, now_s: float, plan: Plan) -> bool:
         """Whether `request` can start now, after preempting running requests of lower effective class if that helps."""

@@ -1,8 +1,8 @@
 """The runner protocol as a cost model on a virtual clock: schedules of a million requests in seconds, no torch.
 
-A step costs `base_s` + tokens × `token_s` + the adapter loads it waited for. The "model" is a hash of the whole prefix and
-the adapter revision, so an output differs as soon as any token, position or adapter was mixed up: replayed tokens after a
-preemption, pages of another adapter and wrong chunk starts all show.
+A step costs `base_s` + tokens × `token_s` + the adapter loads it waited for; a load ahead goes on beside it. The "model" is a
+hash of the whole prefix and the adapter revision, so an output differs as soon as any token, position or adapter was mixed up:
+replayed tokens after a preemption, pages of another adapter and wrong chunk starts all show.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+from model_server.adapter_bank import Load
 from model_server.request import AdapterRef
 from model_server.runner import Chunk, RunnerInfo, Sampled, StepResult
 
@@ -66,13 +67,16 @@ class SimulatedRunner:
         self._adapters[adapter_index] = weights
         self._clock.now_s += self._load_s
 
-    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+    def run(self, chunks: Sequence[Chunk], ahead: Load | None = None) -> StepResult:
         assert len({id(chunk.request) for chunk in chunks}) == len(chunks), "a request twice in one step"
         tokens = sum(chunk.length for chunk in chunks)
         self.max_step_tokens = max(self.max_step_tokens, tokens)
         self.num_steps += 1
-        self._clock.now_s += self._base_s + tokens * self._token_s
-        return StepResult([self._compute(chunk) for chunk in chunks])
+        self._clock.now_s += max(self._base_s + tokens * self._token_s, self._load_s if ahead else 0.0)
+        result = StepResult([self._compute(chunk) for chunk in chunks])
+        if ahead is not None:
+            self._adapters[ahead.index] = ahead.weights
+        return result
 
     def _compute(self, chunk: Chunk) -> Sampled | None:
         request = chunk.request

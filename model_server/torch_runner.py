@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.layouts import PAGE_SIZE, Batch, KVLayer, LoraLayer, LoraTables
 from kernels.ops import Ops
 from model_server import batch_tensors
+from model_server.adapter_bank import Load
 from model_server.adapter_loader import GroupWeights
 from model_server.decode_graphs import DecodeGraphs
 from model_server.model_config import ModelConfig
@@ -126,6 +127,8 @@ class TorchRunner:
         self._lora: list[LoraLayers] = []
         self._set_max_rank(_SMALLEST_RANK)
         context_length = min(config.context_length, num_pages * PAGE_SIZE)
+        # Loads ahead go on here while the step computes. On the host both would want the same cores and memory.
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._graphs = DecodeGraphs(self._forward, graph_batch, context_length, device) if graph_batch else None
         self._info = RunnerInfo(
             model_name=config.name,
@@ -139,6 +142,7 @@ class TorchRunner:
             context_length=context_length,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
+            loads_ahead=self._copies is not None,
         )
 
     def _new_pages(self, config: ModelConfig, num_pages: int, dtype: torch.dtype) -> KVLayer:
@@ -155,6 +159,12 @@ class TorchRunner:
     def load_adapter(
         self, adapter_index: int, rank_rows: Mapping[str, Sequence[int]], weights: Mapping[str, GroupWeights]
     ) -> None:
+        self._join_copies()
+        self._write(adapter_index, rank_rows, weights)
+
+    def _write(
+        self, adapter_index: int, rank_rows: Mapping[str, Sequence[int]], weights: Mapping[str, GroupWeights]
+    ) -> None:
         for group, bank in self._banks.items():
             bank.write(adapter_index, rank_rows.get(group, ()), weights.get(group))
         largest = max((len(rows) for rows in rank_rows.values()), default=0)
@@ -169,13 +179,34 @@ class TorchRunner:
             for layer in range(self._num_layers)
         ]
 
+    def _join_copies(self) -> None:
+        """What the device does from here on comes after the loads ahead given so far."""
+        if self._copies is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._copies)
+
+    def _load_ahead(self, load: Load, earlier: torch.cuda.Event | None) -> None:
+        """Beside the step that was just launched; after `earlier`, up to which its rows may still be read."""
+        if self._copies is None:
+            self._write(load.index, load.rows, load.weights)
+            return
+        assert earlier is not None
+        self._copies.wait_event(earlier)
+        with torch.cuda.stream(self._copies):
+            self._write(load.index, load.rows, load.weights)
+
     @torch.inference_mode()
-    def run(self, chunks: Sequence[Chunk]) -> StepResult:
+    def run(self, chunks: Sequence[Chunk], ahead: Load | None = None) -> StepResult:
+        self._join_copies()
+        earlier = None
+        if ahead is not None and self._copies is not None:
+            earlier = torch.cuda.current_stream(self._device).record_event()
         step = batch_tensors.build(chunks, PAGE_SIZE, self._device)
         if self._graphs is not None and self._graphs.takes(step):
             logits = self._graphs.run(step, self._max_rank)
         else:
             logits = self._forward(step.token_ids, step.batch, step.logit_rows)
+        if ahead is not None:
+            self._load_ahead(ahead, earlier)
         sampling = [chunk.request for chunk in chunks if chunk.samples]
         scored = _score(logits[len(sampling) :], chunks)
         if not sampling:

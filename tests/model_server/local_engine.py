@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 from kernels.ops import Ops
 from kernels.reference import sampling as reference_sampling
 from model_server import messages
+from model_server.adapter_bank import Load
 from model_server.adapter_loader import load_adapter
 from model_server.engine import Engine
 from model_server.models.llama import LlamaModel
 from model_server.request import AdapterRef, Sampling
+from model_server.runner import Chunk, StepResult
 from model_server.scheduler import Limits
 from model_server.torch_runner import Memory, TorchRunner, bank_bytes_per_rank_row, kv_bytes_per_page
 from model_server.weights import ModelFiles
@@ -64,6 +66,14 @@ class LocalEngine:
             prefix_cache=prefix_cache,
             check_every_step=True,
         )
+        self.num_ahead = 0
+        run = self.runner.run
+
+        def counted(chunks: Sequence[Chunk], ahead: Load | None = None) -> StepResult:
+            self.num_ahead += ahead is not None
+            return run(chunks, ahead)
+
+        self.runner.run = counted
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[Any]] = {}
         self.prompt_scores: dict[int, list[Any]] = {}

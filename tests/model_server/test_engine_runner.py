@@ -172,6 +172,17 @@ def test_adapters_rotate_through_a_small_bank(tiny: TinyModel, files: HuggingFac
     assert local.engine.scheduler.bank.num_evictions >= 3
 
 
+def test_adapters_loaded_ahead_are_the_right_ones(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    """While one request runs, the next one's adapter takes the place of the one before."""
+    local = engine(files, tiny, rank_rows=24, max_adapters=2, max_running=1, prefetch=True)
+    random = Random(12)
+    asked = [(target, prompt(random, 11)) for target in ("qv3", "mlp12", None, "all8", "q4", "qv3", "mlp12")]
+    keys = [local.submit(ids, 4, target) for target, ids in asked]
+    local.run()
+    assert [local.tokens[key] for key in keys] == [tiny.greedy(target, ids, 4) for target, ids in asked]
+    assert local.num_ahead >= 4
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_memory_is_never_read_before_it_is_written(tiny: TinyModel, files: HuggingFaceDirectory, backend: str) -> None:
     """Pages and rank rows are allocated without being filled: whatever stood there shows in no answer."""

@@ -30,6 +30,7 @@ def _storm(seed: int, num_requests: int = 20) -> World:
         max_prefill_tokens=(1, 3, 7, 32)[seed % 4],
         max_running=(1, 2, 5, 16)[seed // 4 % 4],
         max_bypass=2,
+        prefetch=seed // 2 % 2 == 0,
         ageing_s=1.0,
     )
     random = world.random
@@ -82,6 +83,7 @@ def test_storms_do_preempt_and_evict() -> None:
     worlds = [_storm(seed) for seed in range(20)]
     assert sum(w.engine.scheduler.num_preemptions for w in worlds) > 50
     assert sum(w.engine.scheduler.bank.num_evictions for w in worlds) > 20
+    assert sum(w.num_prefetches for w in worlds) > 10
     answers = [failure.code if failure else "" for world in worlds for failure in world.pin_answers.values()]
     assert {"", "ABORTED", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED"} == set(answers)
     assert sum(w.engine.scheduler.prefix_cache.num_hit_tokens for w in worlds if w.engine.scheduler.prefix_cache) > 100

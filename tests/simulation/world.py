@@ -5,16 +5,17 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from model_server import messages
-from model_server.adapter_bank import HostAdapter
+from model_server.adapter_bank import HostAdapter, Load
 from model_server.engine import Engine
-from model_server.request import AdapterRef, Finish, Sampling
+from model_server.request import AdapterRef, Finish, Request, Sampling, State
 from model_server.runner import RunnerInfo
-from model_server.scheduler import Limits
+from model_server.scheduler import Limits, Plan
 from model_server.simulated_runner import SimulatedRunner, VirtualClock, expected_token
 
 VOCAB = 97
@@ -93,6 +94,11 @@ class World:
             prefix_cache=prefix_cache,
             check_every_step=True,
         )
+        # Every load ahead is looked at as it is decided.
+        self._prefetch = self.engine.scheduler._prefetch
+        self.engine.scheduler._prefetch = self._check_prefetch
+        self._prefetched: dict[AdapterRef, list[Request]] = {}  # and who waited for it then
+        self.num_prefetches = 0
         self.users: dict[int, User] = {}
         self.pinned: dict[AdapterRef, None] = {}  # as an operator knows it
         self.pin_answers: dict[int, messages.Failure | None] = {}
@@ -191,6 +197,29 @@ class World:
             result = HostAdapter(dict.fromkeys(GROUPS, rank), rank * 100, adapter.revision)
         delay_s = self.random.random() * self.fetch_s
         self.at(self.clock.now_s + delay_s, lambda: self.engine.adapter_loaded(adapter, result))
+
+    def _check_prefetch(self, order: Iterable[Request], plan: Plan) -> Load | None:
+        scheduler = self.engine.scheduler
+        waiting, before = list(order), set(scheduler.bank.resident)
+        used = {request.adapter for request in scheduler.running}
+        for gone in [r for r in self._prefetched if r in used or r not in before]:
+            del self._prefetched[gone]  # it served, or an admission took its place
+        load = self._prefetch(waiting, plan)
+        evicted = before - scheduler.bank.resident.keys()
+        if load is None:
+            assert not evicted
+            return None
+        self.num_prefetches += 1
+        assert load.ref not in before and plan.chunks
+        ahead = itertools.takewhile(lambda request: request.adapter != load.ref, waiting)
+        needed = {request.adapter for request in (*ahead, *plan.preempted)}
+        assert not evicted & (needed | used | scheduler.bank.pinned.keys()), "a prefetch evicted what was needed before"
+        for lost in evicted & self._prefetched.keys():
+            still = [request for request in self._prefetched[lost] if request.state is State.WAITING]
+            assert not still, "a prefetch evicted another's before its request ran"
+        self._prefetched[load.ref] = [request for request in scheduler.waiting if request.adapter == load.ref]
+        assert self._prefetched[load.ref], "nobody waits for what was loaded ahead"
+        return load
 
     def _event(self, event: Any) -> None:
         now_s = self.clock.now_s
