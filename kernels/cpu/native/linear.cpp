@@ -50,11 +50,21 @@ inline void tile(const float* x, int64_t x_stride, const W* w, int64_t depth, fl
     for (int v = 0; v < kPanelVectors; v++) store(sums + r * kPanel + v * kLanes, total[r][v]);
 }
 
+// What a tile asks for before it computes.
+struct Ahead {
+  const char* next = nullptr;
+  int64_t bytes = 0;
+};
+
 // As `tile` for any number of rows.
 template <int ROWS = kMostRows, class W>
-void tiles(const float* x, int64_t x_stride, int64_t rows, const W* w, int64_t depth, float* sums) {
+void tiles(const float* x, int64_t x_stride, int64_t rows, const W* w, int64_t depth, float* sums, Ahead ahead = {}) {
   int64_t r = 0;
-  for (; r + ROWS <= rows; r += ROWS) tile<ROWS>(x + r * x_stride, x_stride, w, depth, sums + r * kPanel);
+  for (; r + ROWS <= rows; r += ROWS) {
+    prefetch(ahead.next, ahead.bytes);
+    ahead.next += ahead.bytes;
+    tile<ROWS>(x + r * x_stride, x_stride, w, depth, sums + r * kPanel);
+  }
   if constexpr (ROWS > 1)
     if (r < rows) tiles<ROWS - 1>(x + r * x_stride, x_stride, rows - r, w, depth, sums + r * kPanel);
 }
@@ -88,11 +98,14 @@ void linear(T* y, const T* x, const W* w, const float* scales, const T* bias, in
           const int64_t depth = std::min(kDepth, k - i);
           const float* from = values + start * k + i;
           const W* part = w + (p * k + i) * kPanel;
+          // The weights after these, a share with each tile of rows.
+          const int64_t bytes = depth * kPanel * sizeof(W);
+          const Ahead ahead{reinterpret_cast<const char*>(part) + bytes, count >= 8 * kMostRows ? bytes / (count / kMostRows) : 0};
           if (std::is_same_v<W, float> || count <= kMostRows) {
-            tiles(from, k, count, part, depth, sums.data());
+            tiles(from, k, count, part, depth, sums.data(), ahead);
           } else {  // each weight is used by several tiles: widen it once
             for (int64_t j = 0; j < depth * kPanel; j += kLanes) store(wide.data() + j, load(part + j));
-            tiles(from, k, count, static_cast<const float*>(wide.data()), depth, sums.data());
+            tiles(from, k, count, static_cast<const float*>(wide.data()), depth, sums.data(), ahead);
           }
         }
         const int64_t first = p * kPanel, width = std::min(kPanel, n - first);
