@@ -50,6 +50,28 @@ inline void tile(const float* x, int64_t x_stride, const W* w, int64_t depth, fl
     for (int v = 0; v < kPanelVectors; v++) store(sums + r * kPanel + v * kLanes, total[r][v]);
 }
 
+// As `tile` for one row and two panels, `panel` elements apart: twice as many sums to go on with while additions complete.
+template <class W>
+inline void tile_pair(const float* x, const W* w, int64_t panel, int64_t depth, float* sums) {
+  Vec total[2][kPanelVectors];
+#pragma GCC unroll 8
+  for (int p = 0; p < 2; p++)
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; v++) total[p][v] = load(sums + p * kPanel + v * kLanes);
+  for (int64_t i = 0; i < depth; i++) {
+    const Vec value = splat(x[i]);
+#pragma GCC unroll 8
+    for (int p = 0; p < 2; p++)
+#pragma GCC unroll 8
+      for (int v = 0; v < kPanelVectors; v++)
+        total[p][v] = multiply_add(value, load(w + p * panel + i * kPanel + v * kLanes), total[p][v]);
+  }
+#pragma GCC unroll 8
+  for (int p = 0; p < 2; p++)
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; v++) store(sums + p * kPanel + v * kLanes, total[p][v]);
+}
+
 // What a tile asks for before it computes.
 struct Ahead {
   const char* next = nullptr;
@@ -88,37 +110,53 @@ void linear(T* y, const T* x, const W* w, const float* scales, const T* bias, in
   }
 #pragma omp parallel if (rows * n * k >= kParallel)
   {
-    std::vector<float> sums(std::min(rows, kBlockRows) * kPanel), wide(kDepth * kPanel);
+    std::vector<float> sums(std::max<int64_t>(2, std::min(rows, kBlockRows)) * kPanel), wide(kDepth * kPanel);
+    // sums [count][kPanel] += rows `start` on times panel p
+    auto multiply = [&](int64_t start, int64_t count, int64_t p) {
+      for (int64_t i = 0; i < k; i += kDepth) {
+        const int64_t depth = std::min(kDepth, k - i);
+        const float* from = values + start * k + i;
+        const W* part = w + (p * k + i) * kPanel;
+        // The weights after these, a share with each tile of rows.
+        const int64_t bytes = depth * kPanel * sizeof(W);
+        const Ahead ahead{reinterpret_cast<const char*>(part) + bytes, count >= 8 * kMostRows ? bytes / (count / kMostRows) : 0};
+        if (std::is_same_v<W, float> || count <= kMostRows) {
+          tiles(from, k, count, part, depth, sums.data(), ahead);
+        } else {  // each weight is used by several tiles: widen it once
+          for (int64_t j = 0; j < depth * kPanel; j += kLanes) store(wide.data() + j, load(part + j));
+          tiles(from, k, count, static_cast<const float*>(wide.data()), depth, sums.data(), ahead);
+        }
+      }
+    };
+    auto write = [&](int64_t start, int64_t count, int64_t p, float* from) {
+      const int64_t first = p * kPanel, width = std::min(kPanel, n - first);
+      for (int64_t t = 0; t < count; t++, from += kPanel) {
+        T* to = y + (start + t) * n + first;
+        if (scales)
+          for (int64_t j = 0; j < width; j++) from[j] *= scales[first + j];
+        if (bias)
+          for (int64_t j = 0; j < width; j++) from[j] += load_one(bias[first + j]);
+        int64_t j = 0;
+        for (; j + kLanes <= width; j += kLanes) store(to + j, load(from + j));
+        for (; j < width; j++) store_one(to + j, from[j]);
+      }
+    };
     for (int64_t start = 0; start < rows; start += kBlockRows) {
       const int64_t count = std::min(kBlockRows, rows - start);
-#pragma omp for schedule(dynamic, 2) nowait
-      for (int64_t p = 0; p < panels; p++) {
-        std::fill_n(sums.data(), count * kPanel, 0.0f);
-        for (int64_t i = 0; i < k; i += kDepth) {
-          const int64_t depth = std::min(kDepth, k - i);
-          const float* from = values + start * k + i;
-          const W* part = w + (p * k + i) * kPanel;
-          // The weights after these, a share with each tile of rows.
-          const int64_t bytes = depth * kPanel * sizeof(W);
-          const Ahead ahead{reinterpret_cast<const char*>(part) + bytes, count >= 8 * kMostRows ? bytes / (count / kMostRows) : 0};
-          if (std::is_same_v<W, float> || count <= kMostRows) {
-            tiles(from, k, count, part, depth, sums.data(), ahead);
-          } else {  // each weight is used by several tiles: widen it once
-            for (int64_t j = 0; j < depth * kPanel; j += kLanes) store(wide.data() + j, load(part + j));
-            tiles(from, k, count, static_cast<const float*>(wide.data()), depth, sums.data(), ahead);
+#pragma omp for schedule(dynamic) nowait
+      for (int64_t p = 0; p < panels; p += 2) {
+        const int64_t both = std::min<int64_t>(2, panels - p);
+        if (count == 1 && both == 2) {
+          std::fill_n(sums.data(), 2 * kPanel, 0.0f);
+          tile_pair(values + start * k, w + p * k * kPanel, k * kPanel, k, sums.data());
+          write(start, 1, p, sums.data());
+          write(start, 1, p + 1, sums.data() + kPanel);
+        } else {
+          for (int64_t q = p; q < p + both; q++) {
+            std::fill_n(sums.data(), count * kPanel, 0.0f);
+            multiply(start, count, q);
+            write(start, count, q, sums.data());
           }
-        }
-        const int64_t first = p * kPanel, width = std::min(kPanel, n - first);
-        for (int64_t t = 0; t < count; t++) {
-          T* to = y + (start + t) * n + first;
-          float* from = sums.data() + t * kPanel;
-          if (scales)
-            for (int64_t j = 0; j < width; j++) from[j] *= scales[first + j];
-          if (bias)
-            for (int64_t j = 0; j < width; j++) from[j] += load_one(bias[first + j]);
-          int64_t j = 0;
-          for (; j + kLanes <= width; j += kLanes) store(to + j, load(from + j));
-          for (; j < width; j++) store_one(to + j, from[j]);
         }
       }
     }

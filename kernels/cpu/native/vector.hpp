@@ -286,7 +286,7 @@ static inline void mix(float* y, int64_t ldy, int64_t rows, const float* c, int6
 
 // Asks for memory that is needed soon: the processor foresees neither the next page nor the end of a short row.
 static inline void prefetch(const void* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i, 0, 2);
 }
 
 // Calls f(T{}) with the storage type of code 0 (fp32), 1 (bf16).
