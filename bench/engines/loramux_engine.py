@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -14,7 +16,7 @@ from bench.measure import Outcome
 from bench.workloads import Request
 from model_server import messages
 from model_server.bridge import Bridge
-from model_server.config import Config
+from model_server.config import ENGINE_ENVIRONMENT, Config
 from model_server.engine_stream import EngineStream, Event
 from model_server.request import AdapterRef, Finish, Sampling
 from protos import adapter_format
@@ -35,7 +37,8 @@ class LoramuxEngine:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.Runner()
-        self._loop.run(self._start())
+        with _environment(ENGINE_ENVIRONMENT):
+            self._loop.run(self._start())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -74,6 +77,18 @@ class LoramuxEngine:
             Outcome(tuple(times), load_s)
             for times, load_s in zip(recorder.token_times_s, recorder.loads_s, strict=True)
         ]
+
+
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """What the engine's process is born with: as under a model server. Not for long: peers are born from here too."""
+    before = dict(os.environ)
+    os.environ.update({**wanted, **before})
+    try:
+        yield
+    finally:
+        for name in wanted.keys() - before.keys():
+            del os.environ[name]
 
 
 class _Recorder(EngineStream):
