@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+import psutil
 import pytest
 import torch
 
@@ -198,6 +199,25 @@ def test_memory_is_never_read_before_it_is_written(tiny: TinyModel, files: Huggi
     keys = [local.submit(ids, 3, target) for target, ids in asked]
     local.run()
     assert [local.tokens[key] for key in keys] == [tiny.greedy(target, ids, 3) for target, ids in asked]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_server_without_adapters_needs_no_bank(tiny: TinyModel, files: HuggingFaceDirectory, backend: str) -> None:
+    local = engine(files, tiny, backend, rank_rows=0, graph_batch=4 if backend == "triton" else 0)
+    ids = prompt(Random(13), 9)
+    key = local.submit(ids, 3)
+    local.run()
+    assert local.tokens[key] == tiny.greedy(None, ids, 3)
+    assert local.runner.info.adapter_bytes == 0
+
+
+def test_a_large_budget_costs_nothing_until_it_is_used(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    local = engine(files, tiny, num_pages=2**17, rank_rows=2**14)
+    info = local.runner.info
+    assert info.kv_bytes >= 2**30 and info.adapter_bytes >= 2**26
+    assert process.memory_info().rss - before < 2**27
 
 
 def test_the_base_never_changes(tiny: TinyModel, files: HuggingFaceDirectory, tmp_path: Path) -> None:
