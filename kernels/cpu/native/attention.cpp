@@ -104,8 +104,8 @@ struct Attention {
     for (int64_t at = begin; at < end; at += kPageSize) {
       const T* v = page(v_pages, at);
       if (at + kPageSize < end) prefetch(page(v_pages, at + kPageSize), kPageSize * dim * sizeof(T));
-      mix(to.values, dim, vectors, scores + at - split * kSplit, kSplit, std::min(kPageSize, end - at), dim,
-          [&](int64_t j) { return v + j * dim; });
+      mix([&](int64_t r) { return to.values + r * dim; }, vectors, scores + at - split * kSplit, kSplit,
+          std::min(kPageSize, end - at), dim, [&](int64_t j) { return v + j * dim; });
     }
   }
 

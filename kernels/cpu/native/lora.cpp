@@ -51,7 +51,6 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
   std::vector<float> shrunk(l.seg_indptr[l.segments] * width);  // by place in `order`
 #pragma omp parallel
   {
-    std::vector<float> delta(kShrinkRows * kExpandColumns);
 #pragma omp for schedule(dynamic, 4)
     for (size_t i = 0; i < shrinks.size(); i++) {
       const Piece& p = shrinks[i];
@@ -66,18 +65,9 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
 #pragma omp for schedule(dynamic, 4)
     for (size_t i = 0; i < expands.size(); i++) {
       const Piece& p = expands[i];
-      const int64_t columns = p.high - p.low, count = p.last - p.first;
-      std::fill_n(delta.data(), count * columns, 0.0f);
-      mix(delta.data(), columns, count, shrunk.data() + p.first * width + p.slice * l.max_rank, width,
-          l.ranks[p.adapter * l.slices + p.slice], columns,
+      mix([&](int64_t t) { return y + l.order[p.first + t] * l.n + p.low; }, p.last - p.first,
+          shrunk.data() + p.first * width + p.slice * l.max_rank, width, l.ranks[p.adapter * l.slices + p.slice], p.high - p.low,
           [&](int64_t j) { return b + l.row_table[p.adapter * l.max_rank + j] * l.n + p.low; });
-      for (int64_t t = 0; t < count; t++) {
-        T* to = y + l.order[p.first + t] * l.n + p.low;
-        const float* from = delta.data() + t * columns;
-        int64_t c = 0;
-        for (; c + kLanes <= columns; c += kLanes) store(to + c, load(to + c) + load(from + c));
-        for (; c < columns; c++) store_one(to + c, load_one(to[c]) + from[c]);
-      }
     }
   }
 }

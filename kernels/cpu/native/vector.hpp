@@ -233,15 +233,15 @@ static inline void dots(int64_t rows, Row row, const W* const* w, int64_t k, Tak
   }
 }
 
-template <int ROWS, int VECTORS, class Row>
-static inline void mix_tile(float* y, int64_t ldy, const float* c, int64_t ldc, int64_t count, Row row) {
+template <int ROWS, int VECTORS, class T, class Row>
+static inline void mix_tile(T* const* y, int64_t i, const float* c, int64_t ldc, int64_t count, Row row) {
   Vec total[ROWS][VECTORS];
 #pragma GCC unroll 8
   for (int t = 0; t < ROWS; t++)
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) total[t][v] = load(y + t * ldy + v * kLanes);
+    for (int v = 0; v < VECTORS; v++) total[t][v] = load(y[t] + i + v * kLanes);
   for (int64_t j = 0; j < count; j++) {
-    auto* values = row(j);
+    auto* values = row(j) + i;
     Vec weights[ROWS];
 #pragma GCC unroll 8
     for (int t = 0; t < ROWS; t++) weights[t] = held(splat(c[t * ldc + j]));
@@ -255,33 +255,39 @@ static inline void mix_tile(float* y, int64_t ldy, const float* c, int64_t ldc, 
 #pragma GCC unroll 8
   for (int t = 0; t < ROWS; t++)
 #pragma GCC unroll 8
-    for (int v = 0; v < VECTORS; v++) store(y + t * ldy + v * kLanes, total[t][v]);
+    for (int v = 0; v < VECTORS; v++) store(y[t] + i + v * kLanes, total[t][v]);
 }
 
-template <int ROWS, class Row>
-static inline void mix_rows(float* y, int64_t ldy, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
+template <int ROWS, class T, class Row>
+static inline void mix_rows(T* const* y, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
   constexpr int kVectors = ROWS == 1 ? 8 : 4;
   int64_t i = 0;
-  for (; i + kVectors * kLanes <= width; i += kVectors * kLanes)
-    mix_tile<ROWS, kVectors>(y + i, ldy, c, ldc, count, [&](int64_t j) { return row(j) + i; });
-  for (; i + kLanes <= width; i += kLanes)
-    mix_tile<ROWS, 1>(y + i, ldy, c, ldc, count, [&](int64_t j) { return row(j) + i; });
+  for (; i + kVectors * kLanes <= width; i += kVectors * kLanes) mix_tile<ROWS, kVectors>(y, i, c, ldc, count, row);
+  for (; i + kLanes <= width; i += kLanes) mix_tile<ROWS, 1>(y, i, c, ldc, count, row);
   for (; i < width; i++)
-    for (int t = 0; t < ROWS; t++)
-      for (int64_t j = 0; j < count; j++)
-        y[t * ldy + i] = std::fma(c[t * ldc + j], load_one(row(j)[i]), y[t * ldy + i]);
+    for (int t = 0; t < ROWS; t++) {
+      float total = load_one(y[t][i]);
+      for (int64_t j = 0; j < count; j++) total = std::fma(c[t * ldc + j], load_one(row(j)[i]), total);
+      store_one(y[t] + i, total);
+    }
 }
 
-// y[t] += sum over j < count of c[t][j] * row(j), vectors of `width` values, for any number of rows of y.
-template <class Row>
-static inline void mix(float* y, int64_t ldy, int64_t rows, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
-  int64_t t = 0;
-  for (; t + kTileRows <= rows; t += kTileRows)
-    mix_rows<kTileRows>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
-#ifdef __AVX512F__
-  for (; t + 3 <= rows; t += 3) mix_rows<3>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
-#endif
-  for (; t < rows; t++) mix_rows<1>(y + t * ldy, ldy, c + t * ldc, ldc, count, width, row);
+// to(t) += sum over j < count of c[t][j] * row(j), vectors of `width` values, for any number of rows t; the sum starts from what
+// is there and is rounded to its storage once.
+template <class To, class Row>
+static inline void mix(To to, int64_t rows, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
+  for (int64_t t = 0; t < rows;) {
+    const int many = rows - t >= kTileRows ? kTileRows : kTileRows > 3 && rows - t >= 3 ? 3 : 1;
+    decltype(to(t)) y[kTileRows];
+    for (int r = 0; r < many; r++) y[r] = to(t + r);
+    if (many == kTileRows)
+      mix_rows<kTileRows>(y, c + t * ldc, ldc, count, width, row);
+    else if (many == 3)
+      mix_rows<3>(y, c + t * ldc, ldc, count, width, row);
+    else
+      mix_rows<1>(y, c + t * ldc, ldc, count, width, row);
+    t += many;
+  }
 }
 
 // Asks for memory that is needed soon: the processor foresees neither the next page nor the end of a short row.
