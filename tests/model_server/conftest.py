@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from model_server.weights import ModelFiles, open_model
+from model_server.weights.huggingface import HuggingFaceDirectory
+from tests.model_server.tiny import TinyModel
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +23,13 @@ def one_thread() -> Iterator[None]:
 def smollm2() -> ModelFiles:
     """The real model, opened once."""
     return open_model("smollm2")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return TinyModel(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def files(tiny: TinyModel) -> HuggingFaceDirectory:
+    return HuggingFaceDirectory(tiny.directory)

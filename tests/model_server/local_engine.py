@@ -85,11 +85,19 @@ class LocalEngine:
         return self._now_s
 
     def submit(
-        self, prompt_ids: list[int], max_tokens: int, adapter: str | None = None, *, priority: int = 1, **sampling: Any
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        adapter: str | None = None,
+        *,
+        revision: str | None = None,
+        priority: int = 1,
+        **sampling: Any,
     ) -> int:
+        """Greedy unless `sampling` says otherwise. `revision`: by default the only one that `adapter` has."""
         key = len(self.tokens)
         self.tokens[key], self.logprobs[key], self.prompt_scores[key] = [], [], []
-        ref = AdapterRef(adapter, f"sha256:{adapter}") if adapter else None
+        ref = AdapterRef(adapter, revision or f"sha256:{adapter}") if adapter else None
         params = Sampling(max_tokens=max_tokens, **{"ignore_eos": True} | sampling)
         self.engine.handle(
             messages.Submit(key, str(key), list(prompt_ids), params, ref, priority, "t", self._clock(), None)
@@ -117,7 +125,8 @@ class LocalEngine:
                 self.cached[key] = num_cached
             case messages.PromptScored(key, scored):
                 self.prompt_scores[key] += scored
-            case messages.Tokens(key, _, sampled):
+            case messages.Tokens(key, index, sampled):
+                assert index == len(self.tokens[key]), "each token is told once"
                 self.tokens[key] += [s.token_id for s in sampled]
                 self.logprobs[key] += sampled
             case messages.Ended(key):

@@ -59,6 +59,10 @@ class TinyModel:
         self._peft.save_pretrained(directory / "adapters")
         self.adapters = {name: directory / "adapters" / name for name in ADAPTERS}
 
+    def add_adapter(self, name: str, directory: Path) -> None:
+        """One more for PEFT to answer with."""
+        self._peft.load_adapter(directory, adapter_name=name)
+
     @torch.inference_mode()
     def logits(self, adapter: str | None, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), V]."""
