@@ -107,6 +107,7 @@ async def test_unknown_alias(client: AsyncClient) -> None:
     ids=lambda value: repr(value)[:24],
 )
 async def test_prompt(client: AsyncClient, prompt: Any, field: str) -> None:
+    """LIM-01: nothing at all; and what is too long or not in the vocabulary."""
     error = await refusal(client, prompt)
     assert (error.code, error.field) == (INVALID, field), str(error)
 
@@ -132,10 +133,12 @@ async def test_prompt(client: AsyncClient, prompt: Any, field: str) -> None:
         ("logit_bias", {VOCABULARY: 1.0}),
         ("min_tokens", 5),
         ("logprobs", 21),
+        ("logprobs", VOCABULARY + 1),
         ("logprobs", -1),
     ],
 )
 async def test_sampling(client: AsyncClient, field: str, value: Any) -> None:
+    """SAM-05, SAM-11: a temperature that is none, more log probabilities than there may be."""
     error = await refusal(client, **{field: value})
     assert (error.code, error.field) == (INVALID, f"sampling.{field}"), str(error)
 

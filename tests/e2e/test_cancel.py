@@ -76,6 +76,7 @@ async def test_while_it_prefills(client: AsyncClient, watch: StatusWatch) -> Non
 
 
 async def test_while_it_decodes_next_to_another(client: AsyncClient, watch: StatusWatch) -> None:
+    """SCH-15: mid-stream."""
     async with client.generate("Once upon a time", max_tokens=1500, ignore_eos=True) as decoding:
         await watch.until(lambda status: status.running == 1)
         async with client.generate(long_prompt(), max_tokens=2) as other:
@@ -150,6 +151,7 @@ async def test_deadline_that_passes_in_the_queue_never_starts(client: AsyncClien
 
 
 async def test_client_killed_during_a_unary_call(stack: Stack, watch: StatusWatch) -> None:
+    """SCH-15: mid-unary."""
     request = gateway_pb2.GenerateRequest(
         target=common_pb2.Target(base=common_pb2.Target.Base()),
         prompt=common_pb2.Prompt(text="Once upon a time"),

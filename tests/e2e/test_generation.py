@@ -24,6 +24,7 @@ async def read(client: AsyncClient, prompt: Any = QUESTION, **arguments: Any) ->
 
 
 async def test_a_seed_draws_the_same_alone_and_in_any_company(client: AsyncClient) -> None:
+    """SAM-01."""
     alone = await read(client, seed=42, **DRAWN)
     again = await read(client, seed=42, **DRAWN)
     assert again.token_ids == alone.token_ids
@@ -48,12 +49,14 @@ async def test_without_a_seed_draws_differ(client: AsyncClient) -> None:
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-5, 1e-12, 1e-44, -0.0])
 async def test_hardly_any_temperature_is_greedy(client: AsyncClient, temperature: float) -> None:
+    """SAM-05."""
     greedy = await read(client, max_tokens=6)
     assert (await read(client, max_tokens=6, temperature=temperature)).token_ids == greedy.token_ids
 
 
 @pytest.mark.parametrize("top_k", [1, 49152, 9_999_999])
 async def test_any_top_k(client: AsyncClient, top_k: int) -> None:
+    """SAM-09."""
     arguments = {"temperature": 1.0, "seed": 3, "max_tokens": 6}
     expected = {"max_tokens": 6} if top_k == 1 else arguments
     assert (await read(client, **arguments, top_k=top_k)).token_ids == (await read(client, **expected)).token_ids
@@ -88,6 +91,7 @@ async def test_log_probabilities(client: AsyncClient) -> None:
 
 
 async def test_a_drawn_token_has_its_own_log_probability(client: AsyncClient) -> None:
+    """SAM-21."""
     arguments = {**DRAWN, "temperature": 3.0, "seed": 1, "logprobs": 1}
     unlikely = 0
     async for delta in client.generate(QUESTION, **arguments):
@@ -100,6 +104,7 @@ async def test_a_drawn_token_has_its_own_log_probability(client: AsyncClient) ->
 
 @pytest.mark.parametrize("adapter", [None, "json-answer"])
 async def test_unary_gives_what_the_stream_gives(stack: Stack, client: AsyncClient, adapter: str | None) -> None:
+    """SAM-19: log probabilities too."""
     sampling: requests.Sampling = {"max_tokens": 12, "logprobs": 2, "temperature": 0.8, "seed": 7, "stop": ["\n\n"]}
     stream = client.generate(QUESTION, adapter=adapter, **sampling)
     logprobs = [entry async for delta in stream for entry in delta.logprobs]
@@ -126,6 +131,7 @@ async def test_unary_gives_what_the_stream_gives(stack: Stack, client: AsyncClie
 
 
 async def test_several_choices(client: AsyncClient) -> None:
+    """SAM-03."""
     single = await read(client, seed=5, **DRAWN)
     several = await read(client, seed=5, n=4, **DRAWN)
     again = await read(client, seed=5, n=4, **DRAWN)
@@ -155,6 +161,7 @@ async def test_the_prompt_sent_back(client: AsyncClient) -> None:
 
 
 async def test_the_second_of_a_prompt_is_cached_by_adapter(client: AsyncClient) -> None:
+    """KVC-01, KVC-05."""
     prompt = list(range(2000, 2064))
     cached = []
     for adapter in (None, "sentiment", None, "sentiment"):

@@ -42,6 +42,7 @@ def reason(stream: AsyncStream) -> common_pb2.FinishReason:
 
 @pytest.mark.parametrize("text", ["😀", "🌶️", "👨‍👩‍👧", "🇫🇷", "访问", "世界", "ďĺ", "𝔘𝔫𝔦"])
 async def test_characters_of_several_tokens(client: AsyncClient, tokenizer: Tokenizer, text: str) -> None:
+    """TXT-01."""
     pieces = tokenizer.encode(text)
     characters = {character for character in text if len(tokenizer.encode(character)) > 1}
     # The model is left no other tokens, and a pattern to go on with; it may still shuffle them.
@@ -53,6 +54,7 @@ async def test_characters_of_several_tokens(client: AsyncClient, tokenizer: Toke
 
 
 async def test_bytes_that_are_no_character(client: AsyncClient, tokenizer: Tokenizer) -> None:
+    """TXT-05."""
     opening = tokenizer.encode("😀")[0]
     stream, _ = await run(client, "Hello", max_tokens=5, logit_bias={opening: 100.0})
     assert stream.token_ids == [opening] * 5
@@ -67,6 +69,7 @@ async def test_tokens_without_text(client: AsyncClient, tokenizer: Tokenizer) ->
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 async def test_exactly_so_many_tokens(client: AsyncClient, tokenizer: Tokenizer, max_tokens: int) -> None:
+    """LIM-03, LIM-09."""
     stream, _ = await run(client, QUESTION, max_tokens=max_tokens, stop=["never said"])
     assert len(stream.token_ids) == max_tokens and reason(stream) == LENGTH
     assert stream.text == tokenizer.decode(stream.token_ids)
@@ -87,12 +90,14 @@ async def test_a_stop_string_across_tokens(client: AsyncClient, tokenizer: Token
 
 
 async def test_the_whole_answer_is_a_stop_string(client: AsyncClient) -> None:
+    """TXT-11."""
     free, _ = await run(client, QUESTION, max_tokens=6, ignore_eos=True)
     stream, _ = await run(client, QUESTION, max_tokens=6, ignore_eos=True, stop=[free.text])
     assert stream.text == "" and reason(stream) == STOP and stream.token_ids == free.token_ids
 
 
 async def test_a_stop_string_that_stays_incomplete(client: AsyncClient) -> None:
+    """TXT-15."""
     free, _ = await run(client, REVIEW, adapter="sentiment", max_tokens=20)
     assert reason(free) == EOS
     stream, _ = await run(client, REVIEW, adapter="sentiment", max_tokens=20, stop=[free.text + "!"])
@@ -100,7 +105,7 @@ async def test_a_stop_string_that_stays_incomplete(client: AsyncClient) -> None:
 
 
 async def test_reasons_at_the_limit(client: AsyncClient) -> None:
-    """The limit alone is "length"; what completes exactly at the limit goes before it."""
+    """LIM-05: the limit alone is "length"; what completes exactly at the limit goes before it."""
     free, _ = await run(client, REVIEW, adapter="sentiment", max_tokens=20)
     needed = len(free.token_ids)
     at_limit, _ = await run(client, REVIEW, adapter="sentiment", max_tokens=needed)

@@ -42,7 +42,7 @@ def test_presence_and_frequency_by_hand() -> None:
 
 
 def test_the_kernels_do_what_the_reference_does(device: torch.device, generator: torch.Generator) -> None:
-    """Rows of different lengths, none, repeated tokens, ids outside the vocabulary, padding after the lists' ends."""
+    """SAM-13: rows of different lengths, none, repeated tokens, ids outside the vocabulary, padding after the lists' ends."""
     rows = [(1.3, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.5, 0.25), (0.8, -0.5, 1.05)]
     prompts: Lists = [[1, 2, 2, 5], [1, 2], [], [V, -1, 3] + [4] * 90]
     outputs: Lists = [[5, 7, 7], [1, 1], [9, 9, 9], []]

@@ -83,6 +83,7 @@ def test_several_tiles(device: torch.device, generator: torch.Generator) -> None
 def test_a_row_draws_the_same_alone_and_next_to_anyone(
     sampler: object, device: torch.device, generator: torch.Generator
 ) -> None:
+    """SAM-01, SAM-15."""
     assert callable(sampler)
     rows = [(1.0, 0, 0.9, 0.0), GREEDY, (0.8, 3, 1.0, 0.0), (2.0, 0, 1.0, 0.0)]
     logits = torch.randn((4, V), generator=generator).to(device)
@@ -94,6 +95,7 @@ def test_a_row_draws_the_same_alone_and_next_to_anyone(
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_tiny_temperatures_are_greedy(sampler: object, device: torch.device) -> None:
+    """SAM-05."""
     assert callable(sampler)
     logits = torch.tensor([1.0, 3.0, 2.5, -40.0], device=device)
     temperatures = [1e-2, 1e-4, 1e-5, 1e-12, 1e-38, 1e-45, 0.0, -0.0]
@@ -103,6 +105,7 @@ def test_tiny_temperatures_are_greedy(sampler: object, device: torch.device) -> 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_greedy_ties_take_the_lowest_id_alone_and_beside_a_sampled_row(sampler: object, device: torch.device) -> None:
+    """SAM-07."""
     assert callable(sampler)
     logits = torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0], [float("-inf")] * 3], device=device)
     call = arguments(logits, [GREEDY, (1.0, 0, 1.0, 0.0), (1.0, 0, 0.9, 0.0)], [1, 2, 3])
@@ -116,6 +119,7 @@ def test_greedy_ties_take_the_lowest_id_alone_and_beside_a_sampled_row(sampler: 
 def test_top_k_beyond_the_vocabulary_is_off(
     sampler: object, top_k: int, device: torch.device, generator: torch.Generator
 ) -> None:
+    """SAM-09."""
     assert callable(sampler)
     logits = torch.randn((3, V), generator=generator).to(device)
     off = sampler(*arguments(logits, [(1.0, 0, 1.0, 0.0)] * 3, [1, 2, 3]))

@@ -36,12 +36,14 @@ def byte_ids(backend: Backend, data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("text", EMOJI)
 def test_characters_split_over_tokens_come_out_whole(backend: Backend, text: str) -> None:
+    """TXT-01."""
     tokenizer = Tokenizer(backend, {})
     ids = byte_ids(backend, text.encode())
     assert "".join(deltas(tokenizer, ids)) == tokenizer.decode(ids) == text
 
 
 def test_no_character_is_sent_twice() -> None:
+    """TXT-03."""
     backend = byte_level()
     tokenizer = Tokenizer(backend, {})
     ids = byte_ids(backend, "A 世ab".encode())
@@ -49,6 +51,7 @@ def test_no_character_is_sent_twice() -> None:
 
 
 def test_a_broken_character_becomes_a_replacement_where_the_full_decode_has_one(backend: Backend) -> None:
+    """TXT-05."""
     tokenizer = Tokenizer(backend, {})
     for pending in (b"\xe4\xb8", b"\xf0\x9f\x8c", b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\xf0\x9f\x8c\xe4"):
         ids = byte_ids(backend, pending + b" b")
@@ -58,6 +61,7 @@ def test_a_broken_character_becomes_a_replacement_where_the_full_decode_has_one(
 
 
 def test_leading_space_is_trimmed_once() -> None:
+    """TXT-07, TXT-09: and the spaces between words stay."""
     backend = sentence_piece()
     tokenizer = Tokenizer(backend, {})
     for pieces, text in ((["▁", "▁leading"], " leading"), (["▁I", "▁am", "▁test", "ing"], "I am testing")):
@@ -66,6 +70,7 @@ def test_leading_space_is_trimmed_once() -> None:
 
 
 def test_specials_and_ids_past_the_vocabulary_give_no_text(backend: Backend) -> None:
+    """TXT-17."""
     tokenizer = Tokenizer(backend, {})
     ids = [backend.token_to_id("a"), backend.token_to_id("<s>"), tokenizer.vocab_size + 3, backend.token_to_id("b")]
     assert "".join(deltas(tokenizer, ids)) == tokenizer.decode(ids) == "ab"

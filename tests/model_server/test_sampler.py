@@ -88,7 +88,7 @@ def test_a_row_that_asks_for_everything_changes_no_other() -> None:
         "repetition_penalty": 1.4,
         "min_tokens": 3,
     }
-    everything |= {"logit_bias": ((5, 3.0),), "logprobs": 4, "temperature": 2.0, "top_k": 3, "seed": 8}
+    everything |= {"logit_bias": ((5, 3.0),), "logprobs": 4, "temperature": 2.0, "top_k": 3, "seed": 8, "min_tokens": 3}
     beside = draw(logits, *plain, everything)
     assert beside[:3] == draw(logits, *plain, {})[:3]
     assert beside[:3] == [draw(logits[row : row + 1], options)[0] for row, options in enumerate(plain)]

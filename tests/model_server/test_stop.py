@@ -18,16 +18,19 @@ def stream(stops: Sequence[str], chunks: Sequence[str], min_tokens: int = 0) -> 
 
 
 def test_nothing_of_a_stop_string_is_sent_before_it_completes() -> None:
+    """TXT-11."""
     sent, matched = stream(["DEFGHIJ"], ["DEF", "G", "HI", "J"])
     assert "".join(sent) == "" and matched == "DEFGHIJ"
 
 
 def test_nothing_after_the_match_is_sent() -> None:
+    """TXT-13."""
     sent, matched = stream(["five"], ["four, ", "five, six", " seven"])
     assert sent == ["four, ", "", "", ""] and matched == "five"
 
 
 def test_a_held_beginning_is_delivered_at_the_end() -> None:
+    """TXT-15."""
     sent, matched = stream(["assistant"], ["ple", "as"])
     assert sent == ["ple", "", "as"] and matched is None
 

@@ -106,7 +106,7 @@ def test_a_pattern_that_matches_nothing_is_reported() -> None:  # CFG-03
         ("base_model_name_or_path", 7), ("base_model_name_or_path", "x" * 2000),
     ],
 )  # fmt: skip
-def test_what_cannot_be_honoured_is_refused_by_name(key: str, value: object) -> None:  # CFG-09, -13, -15, -17
+def test_what_cannot_be_honoured_is_refused_by_name(key: str, value: object) -> None:  # CFG-09, -13, -15, -17, KER-17
     field = refusal(json.dumps(PEFT_CONFIG | {key: value}).encode()).field
     assert field is not None
     assert field.startswith(f"adapter_config.json/{key}")
