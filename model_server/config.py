@@ -13,7 +13,7 @@ from model_server.memory_budget import MemoryParts, divide
 # For the engine's process, which is born with its parent's environment. Threads that wait spin for some microseconds, about
 # as long as a decode's next piece of work takes to come, then sleep: they share their cores with gRPC and the gateway, where
 # spinning as long as libgomp does made steps two to four times longer. Weights lie in huge pages.
-ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "300", "THP_MEM_ALLOC_ENABLE": "1"}
+ENGINE_ENVIRONMENT = {"GOMP_SPINCOUNT": "2000", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 class Config(BaseSettings):
