@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic_settings import BaseSettings
@@ -23,6 +24,30 @@ def test_configuration_table_is_complete_and_true(config: type[BaseSettings]) ->
     documented = set(re.findall(rf"^\| `({prefix}\w+)`", README, re.MULTILINE))
     assert documented == {prefix + name.upper() for name in config.model_fields if name not in SHARED}
     assert all(f"| `{name}` |" in README for name in SHARED.values())
+
+
+@pytest.mark.parametrize("config", [GatewayConfig, Config, Settings])
+def test_defaults_it_tells_are_the_defaults(config: type[BaseSettings]) -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\|", README, re.MULTILINE))
+    for name, field in config.model_fields.items():
+        if name not in SHARED:
+            told = rows[config.model_config["env_prefix"] + name.upper()].strip("`")
+            assert _value(told) == _text(field.default), name
+
+
+def _value(told: str) -> str:
+    match = re.fullmatch(r"(\d+) (GiB|MB)", told)
+    return told if match is None else str(int(match[1]) * {"GiB": 2**30, "MB": 10**6}[match[2]])
+
+
+def _text(default: Any) -> str:
+    if default is None:
+        return ""
+    if isinstance(default, tuple):
+        return ",".join(default)
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def test_targets_it_names_exist() -> None:
