@@ -143,9 +143,10 @@ void linear(T* y, const T* x, const W* w, const float* scales, const T* bias, in
     };
     for (int64_t start = 0; start < rows; start += kBlockRows) {
       const int64_t count = std::min(kBlockRows, rows - start);
-#pragma omp for schedule(dynamic) nowait
-      for (int64_t p = 0; p < panels; p += 2) {
-        const int64_t both = std::min<int64_t>(2, panels - p);
+      const int64_t step = count == 1 ? 2 : 1;
+#pragma omp for schedule(guided) nowait
+      for (int64_t p = 0; p < panels; p += step) {
+        const int64_t both = std::min<int64_t>(step, panels - p);
         if (count == 1 && both == 2) {
           std::fill_n(sums.data(), 2 * kPanel, 0.0f);
           tile_pair(values + start * k, w + p * k * kPanel, k * kPanel, k, sums.data());
