@@ -77,7 +77,6 @@ def main(config: Config, pipe: Connection) -> None:
         loader,
         Limits(
             page_size=info.page_size,
-            context_length=info.context_length,
             max_batch_tokens=config.max_batch_tokens,
             max_prefill_tokens=config.max_prefill_tokens,
             max_running=config.max_running,

@@ -29,7 +29,6 @@ _MAX_LOOKAHEAD = 64
 @dataclass(frozen=True, slots=True)
 class Limits:
     page_size: int
-    context_length: int  # longest prompt plus output; what the server advertises
     max_batch_tokens: int = 512
     max_prefill_tokens: int = 256  # per step: bounds how long one makes decodes and newcomers wait
     max_running: int = 64
@@ -83,7 +82,7 @@ class Scheduler:
     def submit(self, request: Request, now_s: float) -> AdapterRef | None:
         """Take a request in. Returns the adapter to fetch when it is the first to be parked for it.
 
-        The caller has checked that it fits `limits.context_length`, so that it can always run alone.
+        The caller has checked that prompt and output fit the pool, so that it can always run alone.
         """
         self.waiting.enter(request.tenant)
         ref = request.adapter

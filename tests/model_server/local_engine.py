@@ -59,7 +59,7 @@ class LocalEngine:
         self.engine = Engine(
             self.runner,
             self,
-            Limits(page_size=info.page_size, context_length=info.context_length, **limits),
+            Limits(page_size=info.page_size, **limits),
             host_bytes_limit=2**30,
             clock=self._clock,
             emit=self._event,

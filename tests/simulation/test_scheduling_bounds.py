@@ -156,9 +156,9 @@ def test_the_last_page_is_not_fought_over() -> None:
 
 def test_limits_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_tokens"):
-        Limits(page_size=4, context_length=64, max_batch_tokens=4, max_running=8)
+        Limits(page_size=4, max_batch_tokens=4, max_running=8)
     with pytest.raises(ValueError, match="max_prefill_tokens"):
-        Limits(page_size=4, context_length=64, max_prefill_tokens=0)
+        Limits(page_size=4, max_prefill_tokens=0)
 
 
 def test_a_cold_adapter_stalls_only_its_own_requests() -> None:

@@ -65,7 +65,6 @@ class World:
     ) -> None:
         self.random = Random(seed)
         self.clock = VirtualClock()
-        context_length = num_pages * page_size
         info = RunnerInfo(
             model_name="simulated",
             num_pages=num_pages,
@@ -75,7 +74,7 @@ class World:
             num_rank_rows=dict.fromkeys(GROUPS, rank_rows),
             max_adapters=max_adapters,
             max_rank=max_rank or rank_rows,
-            context_length=context_length,
+            context_length=num_pages * page_size,
             vocab_size=VOCAB,
             eos_token_ids=(0,),
         )
@@ -87,7 +86,7 @@ class World:
         self.engine = Engine(
             self.runner,
             self,
-            Limits(page_size=page_size, context_length=context_length, **limits),
+            Limits(page_size=page_size, **limits),
             host_bytes_limit=host_bytes_limit,
             clock=self.clock,
             emit=self._event,
