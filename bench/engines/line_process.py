@@ -1,9 +1,12 @@
-"""A child process that answers each line of JSON with one, and may print what it likes on stderr."""
+"""A child process that answers each line of JSON with one, and may print what it likes on stderr. Stopped between questions,
+it and its own children: one that polls while it waits would take its time from whoever is measured meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,11 +31,14 @@ class LineProcess:
                 env={**inherited, **environment},
                 cwd=log_path.parent,
                 text=True,
+                # A group, not a session of its own: should we be killed while it is stopped, the kernel ends it.
+                process_group=0,
             )
 
     def ask(self, message: Any) -> Any:
         """Raises RuntimeError with the end of its log when the process ends instead of answering."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         try:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
@@ -43,15 +49,21 @@ class LineProcess:
             self._process.wait()
             tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
             raise RuntimeError(f"{self._log_path.stem} ended with status {self._process.returncode}:\n{tail}")
+        self._signal(signal.SIGSTOP)
         return json.loads(line)
 
     def stop(self) -> None:
-        """Close its input, which ends it; by force if it does not end."""
+        """Close its input, which ends it; by force, with its children, if it does not end."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait()
         self._process.stdout.close()
+
+    def _signal(self, signum: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signum)
