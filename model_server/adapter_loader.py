@@ -54,7 +54,11 @@ class AdapterLoader:
         self._dtype = dtype
         self._max_rank = max_rank
         self._done = done
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader")
+        # One core each. And OpenMP counts the helpers of every thread that ever had some: with more of them than cores it lets
+        # the engine's sleep at once between two operations, and each has to be woken again.
+        self._threads = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="adapter-loader", initializer=torch.set_num_threads, initargs=(1,)
+        )
 
     def start(self, ref: AdapterRef, path: str) -> None:
         self._threads.submit(self._load, ref, Path(path))
