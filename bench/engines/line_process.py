@@ -1,5 +1,4 @@
-"""A child process that answers each line of JSON with one, and may print what it likes on stderr. Stopped between questions,
-it and its own children: one that polls while it waits would take its time from whoever is measured meanwhile."""
+"""A child process that answers each line of JSON with one, and may print what it likes on stderr."""
 
 from __future__ import annotations
 
@@ -17,11 +16,22 @@ _STOP_S = 20.0
 
 
 class LineProcess:
-    def __init__(self, command: Sequence[str | Path], environment: Mapping[str, str], log_path: Path) -> None:
-        """`environment` is added to ours, less PYTHONPATH; stderr goes to `log_path`. Runs in that file's folder."""
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        environment: Mapping[str, str],
+        log_path: Path,
+        *,
+        stopped_between: bool = False,
+    ) -> None:
+        """`environment` is added to ours, less PYTHONPATH; stderr goes to `log_path`. Runs in that file's folder.
+
+        `stopped_between` questions it and its own children get no time: one that polls while it waits would take it from
+        whoever is measured meanwhile."""
         log_path.parent.mkdir(parents=True, exist_ok=True)
         inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         self._log_path = log_path
+        self._stopped_between = stopped_between
         with log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(part) for part in command],
@@ -49,7 +59,8 @@ class LineProcess:
             self._process.wait()
             tail = "\n".join(self._log_path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
             raise RuntimeError(f"{self._log_path.stem} ended with status {self._process.returncode}:\n{tail}")
-        self._signal(signal.SIGSTOP)
+        if self._stopped_between:
+            self._signal(signal.SIGSTOP)
         return json.loads(line)
 
     def stop(self) -> None:
@@ -60,8 +71,10 @@ class LineProcess:
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self._process.wait()
+            pass
+        finally:
+            self._signal(signal.SIGKILL)  # and whoever of its children is left
+        self._process.wait()
         self._process.stdout.close()
 
     def _signal(self, signum: signal.Signals) -> None:

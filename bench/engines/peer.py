@@ -43,18 +43,23 @@ class PeerEngine:
             [peer_setup.python_of(self._name), "-P", scripts / "runner.py", self._peer.script],
             {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **self._peer.environment},
             peer_setup.BUILD / "bench" / f"{self._name}.log",
+            stopped_between=True,
         )
-        self.facts = self._process.ask(
-            {
-                "model": str(peer_setup.model_for(self._name, setup.model)),
-                "dtype": setup.dtype,
-                "adapters": {name: str(path) for name, path in setup.adapters.items()},
-                "max_rank": setup.max_rank,
-                "max_tokens": setup.max_tokens,
-                "max_resident": setup.max_resident,
-                "max_running": setup.max_running,
-            }
-        )
+        try:
+            self.facts = self._process.ask(
+                {
+                    "model": str(peer_setup.model_for(self._name, setup.model)),
+                    "dtype": setup.dtype,
+                    "adapters": {name: str(path) for name, path in setup.adapters.items()},
+                    "max_rank": setup.max_rank,
+                    "max_tokens": setup.max_tokens,
+                    "max_resident": setup.max_resident,
+                    "max_running": setup.max_running,
+                }
+            )
+        except BaseException:
+            self._process.stop()
+            raise
         return self
 
     def play(self, requests: Sequence[Request]) -> list[Outcome]:
