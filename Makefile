@@ -40,8 +40,7 @@ protos: $(INSTALLED)  ## Regenerate the stubs from protos/*.proto
 	PATH=$(BIN):$$PATH python -m grpc_tools.protoc -I. --python_out=. --grpc_python_out=. --mypy_out=. --mypy_grpc_out=. protos/*.proto
 
 bench: $(INSTALLED)  ## Measure the stack under load
-	$(BIN)/python -m bench ready
-	$(BIN)/python -m bench goals
+	@$(BIN)/python -m bench ready; ready=$$?; $(BIN)/python -m bench goals && exit $$ready
 
 bench-peers: $(INSTALLED)  ## Install the engines that the benchmark compares with
 	$(BIN)/python -m bench setup-peers

@@ -7,7 +7,9 @@ cast, r the largest true rank in the group. What an adapter does not adapt stays
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from model_server.request import AdapterRef
 from protos import adapter_format
 from protos.errors import ServiceError, failed_precondition, quote
 
+_NICENESS = 10
 _MODULE = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -54,11 +57,7 @@ class AdapterLoader:
         self._dtype = dtype
         self._max_rank = max_rank
         self._done = done
-        # One core each. And OpenMP counts the helpers of every thread that ever had some: with more of them than cores it lets
-        # the engine's sleep at once between two operations, and each has to be woken again.
-        self._threads = ThreadPoolExecutor(
-            num_threads, thread_name_prefix="adapter-loader", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader", initializer=_settle)
 
     def start(self, ref: AdapterRef, path: str) -> None:
         self._threads.submit(self._load, ref, Path(path))
@@ -80,6 +79,17 @@ class AdapterLoader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _settle() -> None:
+    """Of a loader thread: what it does must not be felt in the steps.
+
+    It gets a small share of a core where the engine wants all of them. And it has no helpers: OpenMP counts those of every
+    thread that ever had some, and with more of them than cores it lets the engine's sleep at once between two operations,
+    so that each has to be woken again.
+    """
+    torch.set_num_threads(1)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _refused(ref: AdapterRef, reason: str) -> Failure:
@@ -150,10 +160,16 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
         scaled = b.float() * adapter.scaling_of(module)
         weights[group].b[layer, :rank, offset : offset + b.shape[0]] = scaled.T.to(dtype)
     for group, laid_out in weights.items():
-        if not (laid_out.a.isfinite().all() and laid_out.b.isfinite().all()):
+        if not (_finite(laid_out.a) and _finite(laid_out.b)):
             raise AdapterRefusedError(f"its weights times their scaling exceed the range of {dtype} (group {group})")
     return HostAdapter(
         rank_rows={group: max(ranks[group]) for group in weights},
         num_bytes=sum(w.a.nbytes + w.b.nbytes for w in weights.values()),
         weights=weights,
     )
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Whether all of it is: its extremes are not where one value is not."""
+    low, high = tensor.aminmax()
+    return bool(low.isfinite() and high.isfinite())

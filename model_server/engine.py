@@ -7,6 +7,7 @@ reads adapters behind `Loader`, time is `clock`: the same code runs a real model
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from model_server.scheduler import Limits, Scheduler
 STATUS_INTERVAL_S = 0.1
 # Adapters on their way from the store to host memory at a time.
 _MAX_LOADING = 8
+# How often the books are verified while there is nothing to do.
+_CHECK_INTERVAL_S = 30.0
 
 
 class Loader(Protocol):
@@ -56,12 +59,13 @@ class Engine:
         self._keys: dict[Request, int] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._eos = frozenset(info.eos_token_ids)
-        self._wanted: deque[AdapterRef] = deque()
+        self._wanted: deque[tuple[float, AdapterRef]] = deque()  # since when, what
         self._loading: set[AdapterRef] = set()
         self._pinning: dict[AdapterRef, list[int]] = {}  # keys of Pin messages to be answered
         self._host_bytes_limit = host_bytes_limit
         self._step = 0
         self._status_due_s = 0.0
+        self._check_due_s = 0.0
         self._last_status: messages.Status | None = None
 
     # Messages --------------------------------------------------------------------------------------------------------
@@ -105,17 +109,20 @@ class Engine:
             heapq.heappush(self._deadlines, (request.deadline_s, message.key))
         wanted = self.scheduler.submit(request, self._clock())
         if wanted is not None:
-            self._wanted.append(wanted)
+            self._wanted.append((self._clock(), wanted))
             self._ask_for_adapters()
 
     def _ask_for_adapters(self) -> None:
         """Adapters come in as fast as host memory takes them: what requests hold stays within the limit and the few on their
-        way. When nothing runs that could give memory back, one may exceed it."""
+        way. One at a time may exceed it: when nothing runs that could give memory back, or when it has waited so long
+        that whoever came later would pass it for ever."""
         while self._wanted and len(self._loading) < _MAX_LOADING:
+            since_s, ref = self._wanted[0]
             full = self.scheduler.bank.num_bytes_in_use >= self._host_bytes_limit
-            if full and (self.has_work or self._loading):
+            overdue = self._clock() - since_s >= self.scheduler.limits.ageing_s
+            if full and (self._loading or (self.has_work and not overdue)):
                 return
-            ref = self._wanted.popleft()
+            self._wanted.popleft()
             needed = ref in self.scheduler.parked or (ref in self._pinning and not self.scheduler.bank.has_host(ref))
             if needed and ref not in self._loading:
                 self._loading.add(ref)
@@ -157,7 +164,7 @@ class Engine:
         if self.scheduler.bank.has_host(ref):
             self._keep_resident(ref)
         else:
-            self._wanted.append(ref)
+            self._wanted.appendleft((-math.inf, ref))  # an operator's word comes before any request
             self._ask_for_adapters()
 
     def _keep_resident(self, ref: AdapterRef) -> None:
@@ -204,10 +211,18 @@ class Engine:
             result = self._runner.run(plan.chunks, plan.ahead)
             self._step += 1
             self._apply(plan.chunks, result)
-        if self._check_every_step or not self.has_work:
+            self._ask_for_adapters()  # what has ended gave memory back, and there may be no next step
+        if self._check_every_step:
             self.scheduler.check_integrity()
         self._report_status()
         return bool(plan.chunks)
+
+    def rest(self) -> None:
+        """For when there is nothing to do and everything is sent: verifies the books, now and then."""
+        now_s = self._clock()
+        if now_s >= self._check_due_s:
+            self._check_due_s = now_s + _CHECK_INTERVAL_S
+            self.scheduler.check_integrity()
 
     def _expire(self, now_s: float) -> None:
         deadline_s = self.next_deadline_s()

@@ -157,6 +157,8 @@ def _drain(inbox: queue.SimpleQueue[Any], engine: Engine) -> list[Any]:
     drained: list[Any] = []
     try:
         if not engine.has_work:
+            if inbox.empty():
+                engine.rest()
             deadline_s = engine.next_deadline_s()
             timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             drained.append(inbox.get(timeout=timeout_s))

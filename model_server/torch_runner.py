@@ -60,9 +60,10 @@ class _Bank:
         out_features: Sequence[int], dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         num_slices = len(out_features)
-        # Not filled: no row is read before it was written, and a large bank costs host memory only as it is used.
-        self._a = torch.empty(num_layers, num_rows, num_slices, in_features, dtype=dtype, device=device)
-        self._b = torch.empty(num_layers, num_rows, sum(out_features), dtype=dtype, device=device)
+        # Filled now: an adapter has a part in every layer, so the first one would touch nearly all of the bank's huge pages,
+        # and the memory would be taken from the system in the middle of a step.
+        self._a = torch.zeros(num_layers, num_rows, num_slices, in_features, dtype=dtype, device=device)
+        self._b = torch.zeros(num_layers, num_rows, sum(out_features), dtype=dtype, device=device)
         self._row_table = torch.full((max_adapters, max_rank), -1, dtype=torch.int32, device=device)
         self._ranks = torch.zeros(max_adapters, num_slices, dtype=torch.int32, device=device)
         self._offsets = (0, *np.cumsum(out_features).tolist())

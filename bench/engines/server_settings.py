@@ -6,7 +6,9 @@ from bench.engines.engine import Setup
 
 # Values the server's own defaults would be too small for in a workload of many requests at once.
 _MAX_REQUESTS = 4096
-# The engine alone has no adapter store, without which a server gives adapters no memory.
+# Not what happens to be free: as much for KV as its peers get. And the engine alone has no adapter store, without which a
+# server gives adapters no memory.
+_KV_BYTES = 2 * 2**30
 _ADAPTER_BYTES = 512 * 2**20
 
 
@@ -19,6 +21,7 @@ def server_settings(setup: Setup) -> dict[str, str]:
         "prefix_cache": "false",
         "max_running": str(setup.max_running),
         "max_requests": str(_MAX_REQUESTS),
+        "kv_bytes": str(_KV_BYTES),
         "adapter_bytes": str(_ADAPTER_BYTES if setup.adapter_bytes is None else setup.adapter_bytes),
     }
     if setup.max_resident is not None:

@@ -23,7 +23,8 @@ from pathlib import Path
 CACHE_DIR = Path("~/.cache/loramux/kernels").expanduser()
 _LOG = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "native"
-_COMPILERS = ("g++", "c++", "clang++")
+# Not clang++: its OpenMP would be a second pool of threads beside torch's.
+_COMPILERS = ("g++", "c++")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _TIMEOUT_S = 600.0
 

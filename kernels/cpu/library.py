@@ -66,6 +66,7 @@ class Library:
 
         library.linear_panel.restype = ctypes.c_int64
         self._panel: int = library.linear_panel()
+        self.vectorised = bool(library.vectorised())  # or loops that stand in for instructions this CPU lacks
 
         self._rms_norm = function("rms_norm", "tppppiif")
         self._silu_mul = function("silu_mul", "tppii")
@@ -136,6 +137,7 @@ class Library:
 
     def pack_linear(self, weight: Tensor) -> PackedWeight:
         """`weight` [N, K] fp32, bf16 or int8, contiguous."""
+        check(weight.is_contiguous(), "weight: must be contiguous")
         out_features, in_features = weight.shape
         panels = -(-out_features // self._panel)
         data = weight.new_empty(panels, in_features, self._panel)

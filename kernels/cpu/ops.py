@@ -14,7 +14,8 @@ from kernels.cpu.library import PackedWeight
 from kernels.cpu.torch_ops import TorchCpuOps, prepacks
 from kernels.layouts import Batch, KVLayer, LoraLayer
 
-# Where the CPU computes in bf16 oneDNN has instructions the native product does not use: from this many rows on they pay.
+# Where oneDNN has instructions that the native product does not use (bf16 arithmetic, other architectures): up to this many
+# rows the native one is faster all the same.
 _FEW_ROWS = 8
 # oneDNN packs a copy; both are kept for this many bytes of weights, of the rest oneDNN's alone.
 _BOTH_LAYOUTS_BYTES = 4 * 2**30
@@ -50,8 +51,8 @@ class CpuOps(TorchCpuOps):
         stored, scales = weight.contiguous(), None
         native = self._native if self._native is not None and self._native.takes(stored) else None
         if self._weight_dtype == "int8":
-            stored, scales = quantise(weight)
-        elif native is None or (stored.dtype == torch.bfloat16 and prepacks(torch.bfloat16)):
+            stored, scales = quantise(stored)
+        elif native is None or self._onednn_is_faster(stored.dtype):
             self._twice_bytes += stored.nbytes
             twice = native is not None and self._twice_bytes <= _BOTH_LAYOUTS_BYTES
             prepacked = super().pack_linear(stored, bias)
@@ -60,6 +61,10 @@ class CpuOps(TorchCpuOps):
             return Packed(None, None, stored, scales, bias)
         return Packed(native.pack_linear(stored), None, None, scales, bias)
 
+    def _onednn_is_faster(self, dtype: torch.dtype) -> bool:
+        assert self._native is not None
+        return prepacks(dtype) and (dtype == torch.bfloat16 or not self._native.vectorised)
+
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
         if packed.prepacked is not None and (packed.native is None or x.shape[0] > _FEW_ROWS):
             return super().linear(x, packed.prepacked)
@@ -67,8 +72,9 @@ class CpuOps(TorchCpuOps):
             assert self._native is not None
             return self._native.linear(x.contiguous(), packed.native, packed.scales, packed.bias)
         assert packed.plain is not None and packed.scales is not None
-        y = functional.linear(x, packed.plain.to(x.dtype)) * packed.scales.to(x.dtype)
-        return y if packed.bias is None else y + packed.bias
+        # Scaled first: products with the integers themselves would leave the range of fp16.
+        weight = (packed.plain * packed.scales.unsqueeze(1)).to(x.dtype)
+        return functional.linear(x, weight, packed.bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._native is None or not self._native.takes(x, weight):

@@ -192,12 +192,11 @@ def test_a_server_without_adapters_needs_no_bank(tiny: TinyModel, files: Hugging
     assert local.runner.info.adapter_bytes == 0
 
 
-def test_a_large_budget_costs_nothing_until_it_is_used(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+def test_many_pages_cost_nothing_until_they_are_used(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
     process = psutil.Process()
     before = process.memory_info().rss
-    local = engine(files, tiny, num_pages=2**17, rank_rows=2**14)
-    info = local.runner.info
-    assert info.kv_bytes >= 2**30 and info.adapter_bytes >= 2**26
+    local = engine(files, tiny, num_pages=2**17)
+    assert local.runner.info.kv_bytes >= 2**30
     assert process.memory_info().rss - before < 2**27
 
 

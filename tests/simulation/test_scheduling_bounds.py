@@ -233,6 +233,30 @@ def test_cold_adapters_come_in_as_host_memory_takes_them() -> None:
     world.check_answers()
 
 
+def test_memory_given_back_by_the_last_request_wakes_who_waits_for_it() -> None:
+    """Host memory is full while one runs; when it ends nothing else will happen, and the next adapter must be asked for."""
+    world = World(ranks={"first": 8, "second": 8}, rank_rows=8, max_adapters=1, host_bytes_limit=100)
+    first = world.submit(4, 6, adapter="first")
+    world.at(0.3, lambda: users.append(world.submit(4, 6, adapter="second")))
+    users = [first]
+    world.run()
+    assert len(users) == 2 and all(finished(user) for user in users)
+    world.check_answers()
+
+
+def test_a_cold_adapter_does_not_wait_for_ever_behind_warm_ones() -> None:
+    """Requests with adapters that fill host memory keep coming; a cold one is let in past the limit after `ageing_s`."""
+    world = World(ranks={"warm": 8, "cold": 8}, rank_rows=16, max_adapters=2, host_bytes_limit=100, ageing_s=1.0)
+    warm = [world.submit(4, 40, adapter="warm")]
+    for index in range(400):
+        world.at(0.3 + index / 100, lambda: warm.append(world.submit(4, 40, adapter="warm")))
+    world.at(0.5, lambda: cold.append(world.submit(4, 6, adapter="cold")))
+    cold: list[User] = []
+    while not (cold and cold[0].ended):
+        assert world.step()
+    assert finished(cold[0]) < 3.0, "the warm ones go on coming until 4.3"
+
+
 def test_the_free_slot_rotates_beside_a_pinned_adapter() -> None:
     """Two places, one pinned: base traffic needs none, and two adapters take turns in the other."""
     world = World(max_adapters=2, rank_rows=16, max_rank=8, ranks={"kept": 8, "b": 8, "c": 8})

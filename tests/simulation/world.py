@@ -168,8 +168,10 @@ class World:
         computed = self.engine.step()
         resident = self.engine.scheduler.bank.resident
         assert self.pinned.keys() <= resident.keys(), "a pinned adapter was evicted"
-        if computed:
+        if computed and self.engine.has_work:
             return True
+        # As its process does: an engine without work is not called before something happens.
+        self.engine.rest()
         deadline_s = self.engine.next_deadline_s()
         times = [t for t in (deadline_s, self._due[0][0] if self._due else None) if t is not None]
         if not times:

@@ -184,6 +184,15 @@ void with_weight_type(int code, F f) {
 
 extern "C" {
 
+// Whether vectors here are the processor's own, with fused multiply-add.
+int vectorised() {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+  return 1;
+#else
+  return 0;
+#endif
+}
+
 // Outputs of a panel: a packed weight [n, k] takes as many elements as n rounded up to a multiple of it, times k.
 int64_t linear_panel() { return kPanel; }
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX2__
+#if defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -134,7 +134,7 @@ static inline Vec splat(float x) {
 
 // `v` in a register: compilers may otherwise load a value again for every use of it.
 static inline Vec held(Vec v) {
-#if defined(__x86_64__)
+#if defined(__AVX2__)
   asm("" : "+v"(v));
 #endif
   return v;
