@@ -237,10 +237,11 @@ def test_memory_given_back_by_the_last_request_wakes_who_waits_for_it() -> None:
     """Host memory is full while one runs; when it ends nothing else will happen, and the next adapter must be asked for."""
     world = World(ranks={"first": 8, "second": 8}, rank_rows=8, max_adapters=1, host_bytes_limit=100)
     first = world.submit(4, 6, adapter="first")
-    world.at(0.3, lambda: users.append(world.submit(4, 6, adapter="second")))
-    users = [first]
+    while not first.tokens:
+        world.step()
+    second = world.submit(4, 6, adapter="second")
     world.run()
-    assert len(users) == 2 and all(finished(user) for user in users)
+    assert finished(first) and finished(second)
     world.check_answers()
 
 
