@@ -147,7 +147,7 @@ class TorchRunner:
         )
 
     def _new_pages(self, config: ModelConfig, num_pages: int, dtype: torch.dtype) -> KVLayer:
-        # Not filled, like the bank: no slot past a request's context is read.
+        # Unlike the bank not filled: no slot past a request's context is read.
         shape = (num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
         return KVLayer(
             torch.empty(shape, dtype=dtype, device=self._device), torch.empty(shape, dtype=dtype, device=self._device)
