@@ -7,6 +7,7 @@ cast, r the largest true rank in the group. What an adapter does not adapt stays
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import threading
@@ -15,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from model_server.adapter_bank import HostAdapter
@@ -109,10 +111,10 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
         for group, (_, slices) in groups.items()
         for slice_index, (module, _) in enumerate(slices)
     }
-    tensors: dict[tuple[str, str], Tensor] = {}
-    with safe_open(path / adapter_format.TENSORS_FILE, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 -- a safe_open handle is not a mapping
-            tensors[adapter_format.module_of(key)] = file.get_tensor(key)
+    # At once, and below by all layers at once: each call into torch is a moment in which the engine's thread, that has many
+    # more to make, waits for the interpreter.
+    stored = safetensors.torch.load((path / adapter_format.TENSORS_FILE).read_bytes())
+    tensors = {_module_of(key): tensor for key, tensor in stored.items()}
     modules = sorted({module for module, _ in tensors})
     sites: dict[str, tuple[int, str, int]] = {}
     for module in modules:
@@ -152,13 +154,18 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
             a_host = torch.zeros(config.num_layers, rank, len(slices), in_features, dtype=dtype)
             b_host = torch.zeros(config.num_layers, rank, width, dtype=dtype)
             weights[group] = GroupWeights(a_host, b_host, ranks[group])
+    alike: dict[tuple[str, int, int], dict[int, str]] = {}  # group, slice, rank -> layer -> module
     for module, (layer, group, slice_index) in sites.items():
-        a, b = tensors[module, "A"], tensors[module, "B"]
-        rank = a.shape[0]
+        alike.setdefault((group, slice_index, tensors[module, "A"].shape[0]), {})[layer] = module
+    for (group, slice_index, rank), by_layer in alike.items():
+        layers = _index(sorted(by_layer), config.num_layers)
+        members = [by_layer[layer] for layer in sorted(by_layer)]
         offset = sum(out for _, out in groups[group][1][:slice_index])
-        weights[group].a[layer, :rank, slice_index] = a.to(dtype)
-        scaled = b.float() * adapter.scaling_of(module)
-        weights[group].b[layer, :rank, offset : offset + b.shape[0]] = scaled.T.to(dtype)
+        scalings = torch.tensor([adapter.scaling_of(module) for module in members], dtype=torch.float32)
+        weights[group].a[layers, :rank, slice_index] = torch.stack([tensors[m, "A"] for m in members]).to(dtype)
+        scaled = torch.stack([tensors[m, "B"] for m in members]).float() * scalings.view(-1, 1, 1)  # [layers, N, r]
+        columns = slice(offset, offset + scaled.shape[1])
+        weights[group].b[layers, :rank, columns] = scaled.to(dtype).transpose(1, 2)
     for group, laid_out in weights.items():
         if not (_finite(laid_out.a) and _finite(laid_out.b)):
             raise AdapterRefusedError(f"its weights times their scaling exceed the range of {dtype} (group {group})")
@@ -167,6 +174,14 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
         num_bytes=sum(w.a.nbytes + w.b.nbytes for w in weights.values()),
         weights=weights,
     )
+
+
+# Adapters of one kind have the same names.
+_module_of = functools.lru_cache(maxsize=1 << 16)(adapter_format.module_of)
+
+
+def _index(layers: list[int], num_layers: int) -> slice | Tensor:
+    return slice(None) if len(layers) == num_layers else torch.tensor(layers)
 
 
 def _finite(tensor: Tensor) -> bool:

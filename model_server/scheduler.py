@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from model_server.adapter_bank import AdapterBank, Load
+from model_server.pace import Pace
 from model_server.page_pool import PagePool
 from model_server.prefix_cache import PrefixCache
 from model_server.request import AdapterRef, Request, State
@@ -31,6 +32,7 @@ class Limits:
     page_size: int
     max_batch_tokens: int = 512
     max_prefill_tokens: int = 256  # per step: bounds how long one makes decodes and newcomers wait
+    max_slowdown: float = 1.5  # of a step's decodes by other tenants' prefill
     max_running: int = 64
     max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
     ageing_s: float = 5.0
@@ -41,6 +43,8 @@ class Limits:
             raise ValueError(f"max_batch_tokens {self.max_batch_tokens} is below max_running {self.max_running}")
         if self.max_prefill_tokens < 1 or self.max_running < 1:
             raise ValueError("max_prefill_tokens and max_running: want at least 1")
+        if self.max_slowdown < 1:
+            raise ValueError(f"max_slowdown {self.max_slowdown}: want at least 1")
 
 
 @dataclass(slots=True)
@@ -52,12 +56,37 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)
 
 
+class _PrefillBudget:
+    """How many tokens of prompts one step takes on.
+
+    A tenant's newcomers may slow its own decodes as much as `max_prefill_tokens` lets them: the sooner a batch is full, the
+    more tokens all get. Decodes of other tenants, unless less important, they slow by `max_slowdown` at most.
+    """
+
+    def __init__(self, most: int, beside: int, decoding: Iterable[tuple[int, str]]) -> None:
+        """`most` in all, `beside` those who are to be spared: `decoding`, (effective class, tenant) of each decode."""
+        self.left = most
+        self._beside = beside
+        self._spared: dict[str, int] = {}  # tenant -> its most important decode
+        for rank, tenant in decoding:
+            self._spared[tenant] = max(rank, self._spared.get(tenant, rank))
+
+    def of(self, rank: int, tenant: str) -> int:
+        spares = any(other != tenant and best >= rank for other, best in self._spared.items())
+        return min(self.left, self._beside) if spares else self.left
+
+    def take(self, tokens: int) -> None:
+        self.left = max(0, self.left - tokens)
+        self._beside = max(0, self._beside - tokens)
+
+
 class Scheduler:
     def __init__(self, limits: Limits, pool: PagePool, bank: AdapterBank, prefix_cache: PrefixCache | None) -> None:
         self.limits = limits
         self.pool = pool
         self.bank = bank
         self.prefix_cache = prefix_cache
+        self.pace = Pace(limits.max_slowdown)
         self.waiting = WaitingQueue(limits.ageing_s)
         self.parked: dict[AdapterRef, list[Request]] = {}
         self.running: dict[Request, None] = {}
@@ -158,12 +187,16 @@ class Scheduler:
             elif self._grow(request, by_importance, plan):
                 plan.chunks.append(Chunk(request, request.num_computed, 1, samples=True))
                 budget -= 1
-        prefill_budget = min(budget, self.limits.max_prefill_tokens)
+        prefill = _PrefillBudget(
+            min(budget, self.limits.max_prefill_tokens),
+            self.pace.prefill_tokens(len(plan.chunks)),
+            [(self.waiting.effective_class(chunk.request, now_s), chunk.request.tenant) for chunk in plan.chunks],
+        )
         for request in prefilling:
-            if request in self.running and prefill_budget:
-                prefill_budget -= self._chunk(request, prefill_budget, plan)
+            if request in self.running:
+                self._chunk(request, now_s, prefill, plan)
         order = self.waiting.in_order(now_s)
-        left = self._admit(order, now_s, prefill_budget, plan) if prefill_budget else []
+        left = self._admit(order, now_s, prefill, plan) if prefill.left else []
         if self.limits.prefetch and plan.chunks:
             plan.ahead = self._prefetch(chain(left, order), plan)
         return plan
@@ -195,11 +228,12 @@ class Scheduler:
     def _importance(self, request: Request, now_s: float) -> tuple[int, float]:
         return self.waiting.effective_class(request, now_s), -request.arrived_s
 
-    def _chunk(self, request: Request, limit: int, plan: Plan) -> int:
+    def _chunk(self, request: Request, now_s: float, budget: _PrefillBudget, plan: Plan) -> None:
+        limit = budget.of(self.waiting.effective_class(request, now_s), request.tenant)
         length = min(request.num_uncomputed, limit)
-        samples = length == request.num_uncomputed
-        plan.chunks.append(Chunk(request, request.num_computed, length, samples))
-        return length
+        if length:
+            plan.chunks.append(Chunk(request, request.num_computed, length, length == request.num_uncomputed))
+            budget.take(length)
 
     def _grow(self, request: Request, by_importance: list[Request], plan: Plan) -> bool:
         """A page for the token to be fed, taken from the least important if need be. False: `request` itself gave way."""
@@ -213,30 +247,37 @@ class Scheduler:
         request.page_table.append(self.pool.allocate())
         return True
 
-    def _admit(self, order: Iterator[Request], now_s: float, budget: int, plan: Plan) -> list[Request]:
+    def _admit(self, order: Iterator[Request], now_s: float, budget: _PrefillBudget, plan: Plan) -> list[Request]:
         """Returns the requests that it took from `order` and did not admit."""
-        passed: list[Request] = []
+        left: list[Request] = []
+        passed: list[Request] = []  # of these, who did not fit; the others are held back for the sake of decodes
         preempted_before = len(plan.preempted)
         for request in order:
             if request in plan.preempted:
                 continue
+            if not budget.of(self.waiting.effective_class(request, now_s), request.tenant):
+                left.append(request)
+                continue
             if not self._make_room(request, now_s, plan):
+                left.append(request)
                 passed.append(request)
                 if len(self.running) >= self.limits.max_running or request.num_bypassed >= self.limits.max_bypass:
                     break
                 if len(passed) >= _MAX_LOOKAHEAD:
                     break
                 continue
+            loads_before = len(plan.loads)
             self._start(request, now_s, plan)
-            budget -= self._chunk(request, budget, plan)
+            self._chunk(request, now_s, budget, plan)
+            budget.take(self.pace.load_tokens * (len(plan.loads) - loads_before))
             for other in passed:
                 other.num_bypassed += 1
-            if not budget or any(other.num_bypassed >= self.limits.max_bypass for other in passed):
+            if not budget.left or any(other.num_bypassed >= self.limits.max_bypass for other in passed):
                 break
         if len(plan.preempted) > preempted_before:
             gone = set(plan.preempted)
             plan.chunks = [chunk for chunk in plan.chunks if chunk.request not in gone]
-        return passed
+        return left
 
     def _prefetch(self, order: Iterable[Request], plan: Plan) -> Load | None:
         """One load for the first request in `order` whose adapter is not on the device, so that its admission waits for
