@@ -9,7 +9,9 @@ page (`page_table`, past a request's last page).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +75,44 @@ class LoraLayer:
     b: Tensor  # [rows, N], N = sum of the slices' output features
     slice_offsets: tuple[int, ...]  # length S + 1: 0, N_0, N_0 + N_1, ..., N
     tables: LoraTables
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayers:
+    """One layer's LoRA, by group; None where the bank does not hold the group."""
+
+    qkv: LoraLayer | None = None
+    o: LoraLayer | None = None
+    gate_up: LoraLayer | None = None
+    down: LoraLayer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """Norm weights, [C] or [D], and what `Ops.pack_linear` made of the matrices."""
+
+    input_norm: Tensor
+    qkv: Any
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Any
+    post_norm: Tensor
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """All layers of a model of the Llama family, from the embedding to the last norm."""
+
+    layers: Sequence[DecoderLayer]
+    final_norm: Tensor  # [C]
+    cos_sin: Tensor  # [max position, D] fp32: cosines, then sines
+    num_heads: int
+    scale: float
+    window: int | None  # positions a token sees; None: all before it
+    activation: str  # "silu", "gelu" or "gelu_tanh"
+    eps: float
 
 
 def check(condition: bool, message: str) -> None:

@@ -9,11 +9,12 @@ Nothing else in the engine knows which one runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from kernels.layouts import Batch, KVLayer, LoraLayer
+from kernels.layouts import Batch, Decoder, KVLayer, LoraLayer, LoraLayers
 
 
 class Ops(Protocol):
@@ -25,6 +26,9 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         """x [T, K] -> [T, N]."""
+
+    def logits(self, x: Tensor, packed: Any) -> Tensor:
+        """As `linear`, in fp32: x [S, C] -> [S, V]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x²) + eps) * weight, statistics in fp32. x [T, C]."""
@@ -63,3 +67,15 @@ class Ops(Protocol):
         Row i of request r (position p) sees positions max(0, p - window + 1) to p; window None: all. soft_cap c:
         scores = c * tanh(scores / c).
         """
+
+    def decoder(
+        self,
+        decoder: Decoder,
+        hidden: Tensor,
+        kv: Sequence[KVLayer],
+        lora: Sequence[LoraLayers] | None,
+        batch: Batch,
+    ) -> Tensor:
+        """All layers and the last norm: hidden [T, C], changed in place, -> [T, C]. kv and lora: one per layer; `lora` is
+        not looked at where no row has an adapter. `plan(batch)` has run. kernels/decoder.py says it in terms of the
+        operations above; a backend may do it in one go."""

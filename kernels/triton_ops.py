@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from kernels import decoder as layers
 from kernels.activation import act_mul
 from kernels.kv_append import kv_append
-from kernels.layouts import Batch, KVLayer, LoraLayer
+from kernels.layouts import Batch, Decoder, KVLayer, LoraLayer, LoraLayers
 from kernels.lora import LoraPlan, lora, plan_lora
 from kernels.norm import add_rms_norm, rms_norm
 from kernels.paged_attention import paged_attention
@@ -36,6 +38,9 @@ class TritonOps:
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         return linear(x, packed.weight, packed.bias)
+
+    def logits(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        return self.linear(x, packed).float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -68,3 +73,13 @@ class TritonOps:
         self, q: Tensor, kv: KVLayer, batch: Batch, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
         return paged_attention(q, kv, batch, scale, window, soft_cap)
+
+    def decoder(
+        self,
+        decoder: Decoder,
+        hidden: Tensor,
+        kv: Sequence[KVLayer],
+        lora: Sequence[LoraLayers] | None,
+        batch: Batch,
+    ) -> Tensor:
+        return layers.run(self, decoder, hidden, kv, lora, batch)

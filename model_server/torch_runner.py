@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.layouts import PAGE_SIZE, Batch, KVLayer, LoraLayer, LoraTables
+from kernels.layouts import PAGE_SIZE, Batch, KVLayer, LoraLayer, LoraLayers, LoraTables
 from kernels.ops import Ops
 from model_server import batch_tensors
 from model_server.adapter_bank import Load
 from model_server.adapter_loader import GroupWeights
 from model_server.decode_graphs import DecodeGraphs
 from model_server.model_config import ModelConfig
-from model_server.models.llama import LlamaModel, LoraLayers, lora_groups
+from model_server.models.llama import LlamaModel, lora_groups
 from model_server.runner import Chunk, RunnerInfo, Sampled, StepResult
 from model_server.sampler import Sampler, SamplingOps, with_logprobs
 

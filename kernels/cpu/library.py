@@ -7,6 +7,7 @@ the functions named takes….
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import build
-from kernels.layouts import BASE, Batch, KVLayer, LoraLayer, LoraTables, check, check_index
+from kernels.cpu.decoder import NativeDecoder, describe, describe_step
+from kernels.layouts import BASE, Batch, Decoder, KVLayer, LoraLayer, LoraLayers, LoraTables, check, check_index
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _WEIGHT_TYPES = {**_TYPES, torch.int8: 2}
@@ -73,8 +75,9 @@ class Library:
         self._kv_append = function("kv_append", "tppppppppiiiif")
         self._paged_attention = function("paged_attention", "tppippppp" + "i" * 7 + "f")
         self._pack_linear = function("pack_linear", "tppii")
-        self._linear = function("linear", "ttpppppiii")
+        self._linear = function("linear", "tttpppppiii")
         self._lora = function("lora", "tppppppp" + "ippp" + "iiiii")
+        self._decoder = function("decoder", "ppppp")
 
     @staticmethod
     def takes(*tensors: Tensor) -> bool:
@@ -144,22 +147,28 @@ class Library:
         self._pack_linear(_WEIGHT_TYPES[weight.dtype], data.data_ptr(), weight.data_ptr(), out_features, in_features)
         return PackedWeight(data, out_features)
 
-    def linear(self, x: Tensor, weight: PackedWeight, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        scales: Tensor | None,
+        bias: Tensor | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """`out_dtype`: x's, or fp32."""
         rows, in_features = x.shape
         data, out_features = weight.data, weight.out_features
         check(data.shape[1] == in_features, f"x: {in_features} features, the weight takes {data.shape[1]}")
-        y = x.new_empty(rows, out_features)
+        y = x.new_empty(rows, out_features, dtype=out_dtype or x.dtype)
         self._linear(
-            _TYPES[x.dtype], _WEIGHT_TYPES[data.dtype], y.data_ptr(), x.data_ptr(), data.data_ptr(),
+            _TYPES[x.dtype], _TYPES[y.dtype], _WEIGHT_TYPES[data.dtype], y.data_ptr(), x.data_ptr(), data.data_ptr(),
             _address(scales), _address(bias), rows, out_features, in_features,
         )  # fmt: skip
         return y
 
     def lora(self, y: Tensor, x: Tensor, layer: LoraLayer, plan: Plan) -> None:
+        self._check_once(layer, plan)
         tables = layer.tables
-        if id(tables) not in plan.checked:
-            _check_tables(tables, layer)
-            plan.checked.add(id(tables))
         rows, in_features = x.shape
         offsets = (ctypes.c_int64 * len(layer.slice_offsets))(*layer.slice_offsets)
         self._lora(
@@ -168,6 +177,41 @@ class Library:
             tables.row_table.data_ptr(), tables.ranks.data_ptr(), ctypes.addressof(offsets), len(offsets) - 1,
             tables.row_table.shape[1], rows, in_features, y.shape[1],
         )  # fmt: skip
+
+
+    def decoder(self, native: NativeDecoder, hidden: Tensor, batch: Batch, plan: Plan) -> Tensor:
+        for group in native.tables():
+            self._check_once(group, plan)
+        out = torch.empty_like(hidden)
+        scratch = hidden.new_empty(len(hidden) * native.scratch_width)
+        step = describe_step(batch, plan)
+        self._decoder(
+            ctypes.addressof(native.struct), ctypes.addressof(step),
+            hidden.data_ptr(), out.data_ptr(), scratch.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _check_once(layer: LoraLayer, plan: Plan) -> None:
+        if id(layer.tables) not in plan.checked:
+            _check_tables(layer.tables, layer)
+            plan.checked.add(id(layer.tables))
+
+    def describe(
+        self, decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None
+    ) -> NativeDecoder | None:
+        """What `decoder` takes; None where it does not take these."""
+        first = decoder.final_norm
+        tensors = [first]
+        for index, layer in enumerate(decoder.layers):
+            tensors += [kv[index].k_pages, kv[index].v_pages, layer.input_norm, layer.post_norm]
+            tensors += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+            groups = lora[index] if lora is not None else LoraLayers()
+            for group in (groups.qkv, groups.o, groups.gate_up, groups.down):
+                tensors += [group.a, group.b] if group is not None else []
+        if decoder.activation != "silu" or not self.takes_heads(kv[0]) or not self.takes(*tensors):
+            return None
+        return describe(decoder, kv, lora, _TYPES, _WEIGHT_TYPES)
 
 
 def _check_tables(tables: LoraTables, layer: LoraLayer) -> None:

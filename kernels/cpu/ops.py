@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -10,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu import library
+from kernels.cpu.decoder import NativeDecoder
 from kernels.cpu.library import PackedWeight
 from kernels.cpu.torch_ops import TorchCpuOps, prepacks
-from kernels.layouts import Batch, KVLayer, LoraLayer
+from kernels.layouts import Batch, Decoder, KVLayer, LoraLayer, LoraLayers
 
 # Where oneDNN has instructions that the native product does not use (bf16 arithmetic, other architectures): up to this many
 # rows the native one is faster all the same.
@@ -42,6 +45,8 @@ class CpuOps(TorchCpuOps):
         self._native = library.load()
         self._weight_dtype = weight_dtype
         self._twice_bytes = 0  # of weights kept in both layouts
+        # With and without adapters, and as few others as a bank has largest ranks.
+        self._described: deque[NativeDecoder] = deque(maxlen=8)
 
     def plan(self, batch: Batch) -> None:
         if self._native is not None:
@@ -66,15 +71,58 @@ class CpuOps(TorchCpuOps):
         return prepacks(dtype) and (dtype == torch.bfloat16 or not self._native.vectorised)
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        if packed.prepacked is not None and (packed.native is None or x.shape[0] > _FEW_ROWS):
-            return super().linear(x, packed.prepacked)
-        if packed.native is not None:
-            assert self._native is not None
+        if self._takes_rows(packed, x.shape[0]):
+            assert self._native is not None and packed.native is not None
             return self._native.linear(x.contiguous(), packed.native, packed.scales, packed.bias)
+        if packed.prepacked is not None:
+            return super().linear(x, packed.prepacked)
         assert packed.plain is not None and packed.scales is not None
         # Scaled first: products with the integers themselves would leave the range of fp16.
         weight = (packed.plain * packed.scales.unsqueeze(1)).to(x.dtype)
         return functional.linear(x, weight, packed.bias)
+
+    def logits(self, x: Tensor, packed: Packed) -> Tensor:
+        if self._native is None or not self._takes_rows(packed, x.shape[0]):
+            return super().logits(x, packed)
+        assert packed.native is not None
+        return self._native.linear(x.contiguous(), packed.native, packed.scales, packed.bias, torch.float32)
+
+    @staticmethod
+    def _takes_rows(packed: Packed, rows: int) -> bool:
+        """Whether the native product is the one for so many."""
+        return packed.native is not None and (packed.prepacked is None or rows <= _FEW_ROWS)
+
+    def decoder(
+        self,
+        decoder: Decoder,
+        hidden: Tensor,
+        kv: Sequence[KVLayer],
+        lora: Sequence[LoraLayers] | None,
+        batch: Batch,
+    ) -> Tensor:
+        if batch.num_active_adapters == 0:
+            lora = None
+        native = self._describe(decoder, kv, lora, len(hidden))
+        if native is None:
+            return super().decoder(decoder, hidden, kv, lora, batch)
+        assert self._native is not None
+        return self._native.decoder(native, hidden, batch, cast(library.Plan, batch.plan["native"]))
+
+    def _describe(
+        self, decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None, rows: int
+    ) -> NativeDecoder | None:
+        """As the native kernels want it; made once. None where they do not take it."""
+        layer = decoder.layers[0]
+        linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        if self._native is None or not all(self._takes_rows(packed, rows) for packed in linears):
+            return None
+        for known in self._described:
+            if known.is_of(decoder, kv, lora):
+                return known
+        native = self._native.describe(decoder, kv, lora)
+        if native is not None:
+            self._described.append(native)
+        return native
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._native is None or not self._native.takes(x, weight):

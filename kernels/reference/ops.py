@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.layouts import Batch, KVLayer, LoraLayer
+from kernels import decoder as layers
+from kernels.layouts import Batch, Decoder, KVLayer, LoraLayer, LoraLayers
 from kernels.reference import activation, kv_append, lora, norm, paged_attention
 
 
@@ -22,6 +24,9 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, packed: Any) -> Tensor:
         return functional.linear(x, *packed)
+
+    def logits(self, x: Tensor, packed: Any) -> Tensor:
+        return self.linear(x, packed).float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norm.rms_norm(x, weight, eps)
@@ -52,3 +57,13 @@ class ReferenceOps:
         self, q: Tensor, kv: KVLayer, batch: Batch, scale: float, window: int | None, soft_cap: float | None
     ) -> Tensor:
         return paged_attention.paged_attention(q, kv, batch, scale, window, soft_cap)
+
+    def decoder(
+        self,
+        decoder: Decoder,
+        hidden: Tensor,
+        kv: Sequence[KVLayer],
+        lora: Sequence[LoraLayers] | None,
+        batch: Batch,
+    ) -> Tensor:
+        return layers.run(self, decoder, hidden, kv, lora, batch)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.layouts import Batch, KVLayer, LoraLayer
+from kernels.layouts import Batch, Decoder, DecoderLayer, KVLayer, LoraLayers
 from kernels.ops import Ops
 from model_server.model_config import ModelConfig
 
@@ -25,18 +24,8 @@ _HEAD = "lm_head.weight"
 LoraGroups = dict[str, tuple[int, tuple[tuple[str, int], ...]]]
 
 
-@dataclass(frozen=True, slots=True)
-class LoraLayers:
-    """One layer's LoRA, by group; None where the bank does not hold the group."""
-
-    qkv: LoraLayer | None = None
-    o: LoraLayer | None = None
-    gate_up: LoraLayer | None = None
-    down: LoraLayer | None = None
-
-
 def lora_groups(config: ModelConfig) -> LoraGroups:
-    """How a layer's projections are grouped: the fields of `LoraLayers`, with their slices. Modules are named as after
+    """How a layer's projections are grouped: the fields of `kernels.layouts.LoraLayers`, with their slices. Modules are named as after
     "model.layers.N."."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -49,20 +38,6 @@ def lora_groups(config: ModelConfig) -> LoraGroups:
         "gate_up": (hidden, (("mlp.gate_proj", inner), ("mlp.up_proj", inner))),
         "down": (inner, (("mlp.down_proj", hidden),)),
     }
-
-
-@dataclass(slots=True)
-class _Layer:
-    """Norm weights [C] and packed linears."""
-
-    input_norm: Tensor
-    qkv: Any
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Any
-    post_norm: Tensor
-    gate_up: Any
-    down: Any
 
 
 class LlamaModel:
@@ -80,7 +55,6 @@ class LlamaModel:
         """Reads `tensors` once, in any order, packing each matrix as soon as its parts are there; calls
         `progress(done, total)` after each. Raises ValueError naming a tensor that is missing, unknown,
         repeated or misshapen."""
-        self._config = config
         self._ops = ops
         weights = _Weights(config, ops, dtype, device)
         for count, (name, tensor) in enumerate(tensors, 1):
@@ -89,11 +63,17 @@ class LlamaModel:
                 progress(count, max(count, weights.num_expected))
         weights.check_complete()
         self._embedding = weights.vectors[_EMBEDDING]
-        self._norm = weights.vectors[_NORM]
         self._head = ops.pack_linear(self._embedding, None) if config.tie_word_embeddings else weights.packed[_HEAD]
-        self._layers = [weights.layer(index) for index in range(config.num_layers)]
-        self._cos_sin = rotary_table(config).to(device)
-        self._scale = config.head_dim**-0.5
+        self._decoder = Decoder(
+            [weights.layer(index) for index in range(config.num_layers)],
+            weights.vectors[_NORM],
+            rotary_table(config).to(device),
+            config.num_heads,
+            config.head_dim**-0.5,
+            config.sliding_window,
+            config.activation,
+            config.rms_norm_eps,
+        )
 
     def forward(
         self,
@@ -105,36 +85,9 @@ class LlamaModel:
     ) -> Tensor:
         """token_ids [T] int64, logit_rows [S] int64 -> logits [S, V] fp32. Writes this step's K and V into `kv`, one
         per layer. `ops.plan(batch)` has run. `lora` (one per layer) is not looked at when no row has an adapter."""
-        config, ops = self._config, self._ops
-        if batch.num_active_adapters == 0:
-            lora = None
         hidden = self._embedding.index_select(0, token_ids)  # [T, C], the residual stream
-        normed = ops.rms_norm(hidden, self._layers[0].input_norm, config.rms_norm_eps)
-        for index, layer in enumerate(self._layers):
-            adapters = _NO_LORA if lora is None else lora[index]
-            qkv = self._project(normed, layer.qkv, adapters.qkv, batch)
-            q = ops.kv_append(
-                qkv, config.num_heads, self._cos_sin, kv[index], batch, layer.q_norm, layer.k_norm, config.rms_norm_eps
-            )
-            attention = ops.paged_attention(q, kv[index], batch, self._scale, config.sliding_window, None)
-            output = self._project(attention, layer.o, adapters.o, batch)
-            normed = ops.add_rms_norm(output, hidden, layer.post_norm, config.rms_norm_eps)
-            gate_up = self._project(normed, layer.gate_up, adapters.gate_up, batch)
-            inner = ops.act_mul(gate_up, config.activation)
-            output = self._project(inner, layer.down, adapters.down, batch)
-            last = index + 1 == len(self._layers)
-            next_norm = self._norm if last else self._layers[index + 1].input_norm
-            normed = ops.add_rms_norm(output, hidden, next_norm, config.rms_norm_eps)
-        return ops.linear(normed.index_select(0, logit_rows), self._head).float()
-
-    def _project(self, x: Tensor, packed: Any, lora: LoraLayer | None, batch: Batch) -> Tensor:
-        y = self._ops.linear(x, packed)
-        if lora is not None:
-            self._ops.lora(y, x, lora, batch)
-        return y
-
-
-_NO_LORA = LoraLayers()
+        normed = self._ops.decoder(self._decoder, hidden, kv, lora, batch)
+        return self._ops.logits(normed.index_select(0, logit_rows), self._head)
 
 
 def rotary_table(config: ModelConfig) -> Tensor:
@@ -248,9 +201,9 @@ class _Weights:
         if missing:
             raise ValueError(f"the model's files lack {len(missing)} tensors, the first is {missing[0]!r}")
 
-    def layer(self, index: int) -> _Layer:
+    def layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
-        return _Layer(
+        return DecoderLayer(
             input_norm=self.vectors[f"{prefix}input_layernorm.weight"],
             qkv=self.packed[f"{prefix}qkv"],
             q_norm=self.vectors.get(f"{prefix}self_attn.q_norm.weight"),

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from kernels.layouts import PAGE_SIZE, Batch, KVLayer, LoraLayer, LoraTables
+from kernels.layouts import PAGE_SIZE, Batch, KVLayer, LoraLayer, LoraLayers, LoraTables
 from kernels.ops import Ops
 from model_server.model_config import ModelConfig
-from model_server.models.llama import LlamaModel, LoraLayers, lora_groups
+from model_server.models.llama import LlamaModel, lora_groups
 
 
 class PagedRun:

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <vector>
 
+#include "kernels.hpp"
 #include "vector.hpp"
 
 namespace {

@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "kernels.hpp"
 #include "vector.hpp"
 
 namespace {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels.hpp"
 #include "vector.hpp"
 
 namespace {
