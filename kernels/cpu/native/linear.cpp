@@ -22,6 +22,7 @@ constexpr int kMostRows = 8;  // of a tile: rows * kPanelVectors sums, kPanelVec
 constexpr int kMostRows = 4;
 #endif
 constexpr int64_t kDepth = 192;
+constexpr int64_t kSteps = 8;  // of a tile in depth, between two looks at what to ask for
 constexpr int64_t kBlockRows = 256;  // their sums stay in the second-level cache
 // Fewer multiplications than this are not worth waking a thread.
 constexpr int64_t kParallel = 1 << 15;
@@ -52,7 +53,6 @@ inline void tile(const float* x, int64_t x_stride, const W* w, int64_t depth, fl
       for (int v = 0; v < kPanelVectors; v++) total[r][v] = multiply_add(value, weight[v], total[r][v]);
     }
   };
-  constexpr int64_t kSteps = 8;
   const int64_t lines = (ahead.lines * kSteps + depth - 1) / depth;  // every kSteps
   const char* const end = ahead.next + 64 * ahead.lines;
   int64_t i = 0;
@@ -76,14 +76,25 @@ inline void tile_pair(const float* x, const W* w, int64_t panel, int64_t depth, 
   for (int p = 0; p < 2; p++)
 #pragma GCC unroll 8
     for (int v = 0; v < kPanelVectors; v++) total[p][v] = load(sums + p * kPanel + v * kLanes);
-  for (int64_t i = 0; i < depth; i++) {
+  auto step = [&](int64_t i) __attribute__((always_inline)) {
     const Vec value = splat(x[i]);
 #pragma GCC unroll 8
     for (int p = 0; p < 2; p++)
 #pragma GCC unroll 8
       for (int v = 0; v < kPanelVectors; v++)
         total[p][v] = multiply_add(value, load(w + p * panel + i * kPanel + v * kLanes), total[p][v]);
-  }
+  };
+  int64_t i = 0;
+  // Panels of bytes end before the processor has foreseen much of them: the next pair's are asked for. Wider ones keep memory
+  // busy as it is.
+  if constexpr (sizeof(W) == 1)
+    for (; i + kSteps <= depth; i += kSteps) {
+#pragma GCC unroll 8
+      for (int64_t p = 2; p < 4; p++) prefetch(w + p * panel + i * kPanel, kSteps * kPanel);
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < kSteps; j++) step(i + j);
+    }
+  for (; i < depth; i++) step(i);
 #pragma GCC unroll 8
   for (int p = 0; p < 2; p++)
 #pragma GCC unroll 8
