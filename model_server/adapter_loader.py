@@ -1,51 +1,64 @@
-"""From verified files to host memory: reads an adapter, checks it against this model, lays it out as the bank wants it.
+"""The engine's side of the loader, a process of its own that reads and lays out adapters.
 
-Runs on its own threads inside the engine process and touches host memory only; the engine copies into the bank between
-steps. Layout per group (see kernels/layouts.py): a [L, r, S, K] and b [L, r, N], scaling folded into b in fp32 before the
-cast, r the largest true rank in the group. What an adapter does not adapt stays zero with rank 0 and is never read.
+Not a thread of the engine: that would take the interpreter and the memory map from the steps, however low its priority. Laid-out
+weights come back as anonymous files that are mapped here, so nothing is copied and no shared-memory limit applies.
 """
 
 from __future__ import annotations
 
-import functools
+import mmap
+import multiprocessing
 import os
-import re
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from model_server.adapter_bank import HostAdapter
+from model_server.adapter_layout import GroupWeights
 from model_server.messages import Failure
 from model_server.model_config import ModelConfig
-from model_server.models.llama import lora_groups
 from model_server.request import AdapterRef
-from protos import adapter_format
-from protos.errors import ServiceError, failed_precondition, quote
 
-_NICENESS = 10
-_MODULE = re.compile(r"model\.layers\.(\d+)\.(.+)")
+ALIGNMENT = 64
+_STOP_S = 5.0
 
 
-class AdapterRefusedError(Exception):
-    """The adapter does not fit this model. The message names the module and both sides' numbers."""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to the process; from then on each is an (AdapterRef, path)."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    max_rank: int
 
 
-@dataclass(slots=True)
-class GroupWeights:
-    a: Tensor  # [L, r, S, K] in the bank's dtype
-    b: Tensor  # [L, r, N]
-    ranks: list[int]  # [S], the largest over the layers
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor in the file that comes with it."""
+
+    offset: int  # bytes
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """An answer, followed by the descriptor of a file that holds the parts."""
+
+    rank_rows: Mapping[str, int]
+    num_bytes: int  # of the parts
+    file_bytes: int
+    groups: Mapping[str, tuple[Part, Part, list[int]]]  # a, b, ranks
 
 
 class AdapterLoader:
-    """`done(ref, result)` is called on a loader thread; the receiver hands it to the engine's inbox."""
+    """`done(ref, result)` is called on a thread of its own; the receiver hands it to the engine's inbox."""
 
     def __init__(
         self,
@@ -53,138 +66,87 @@ class AdapterLoader:
         dtype: torch.dtype,
         max_rank: int,
         done: Callable[[AdapterRef, HostAdapter | Failure], None],
-        num_threads: int = 2,
     ) -> None:
-        self._config = config
-        self._dtype = dtype
-        self._max_rank = max_rank
+        self._setup = Setup(config, dtype, max_rank)
         self._done = done
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-loader", initializer=_settle)
+        self._lock = threading.Lock()  # over what follows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._pending: dict[AdapterRef, None] = {}
+
+    def prepare(self) -> None:
+        """Start the process, which takes a second or two, before there is anything to load."""
+        with self._lock:
+            self._connected()
 
     def start(self, ref: AdapterRef, path: str) -> None:
-        self._threads.submit(self._load, ref, Path(path))
-
-    def _load(self, ref: AdapterRef, path: Path) -> None:
-        result: HostAdapter | Failure
-        try:
-            result = load_adapter(path, self._config, self._dtype, self._max_rank)
-        except AdapterRefusedError as error:
-            result = _refused(ref, str(error))
-        except ServiceError as error:
-            result = _refused(ref, error.message)
-        except (OSError, SafetensorError) as error:
-            message = f"adapter {ref.adapter_id}: its files cannot be read: {error}"
-            result = Failure("UNAVAILABLE", message, damaged_files=True)
-        except Exception as error:  # whatever a file can provoke must end its own requests only
-            result = Failure("INTERNAL", f"adapter {ref.adapter_id}: {type(error).__name__}: {error}")
-        self._done(ref, result)
+        with self._lock:
+            self._pending[ref] = None
+            try:
+                self._connected().send((ref, path))
+            except OSError:
+                pass  # it died: its reader says so
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            process, pipe = self._process, self._pipe
+            self._process = self._pipe = None
+            self._pending.clear()
+        if process is not None and pipe is not None:
+            pipe.close()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _connected(self) -> Connection:
+        if self._pipe is None:
+            self._pipe, theirs = multiprocessing.Pipe()
+            command = [sys.executable, "-m", "model_server.loader_process", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            theirs.close()
+            self._pipe.send(self._setup)
+            threading.Thread(target=self._read, args=(self._pipe,), name="adapter-loader", daemon=True).start()
+        return self._pipe
+
+    def _read(self, pipe: Connection) -> None:
+        try:
+            while True:
+                ref, answer = pipe.recv()
+                result = _map(answer, reduction.recv_handle(pipe), self._setup.dtype) if isinstance(answer, LaidOut) else answer
+                with self._lock:
+                    self._pending.pop(ref, None)
+                self._done(ref, result)
+        except (EOFError, OSError):
+            self._lost(pipe)
+
+    def _lost(self, pipe: Connection) -> None:
+        """The process is gone. What it had to do fails; the next adapter starts another."""
+        with self._lock:
+            if self._pipe is not pipe:
+                return  # closed by us
+            process, failed = self._process, list(self._pending)
+            self._process = self._pipe = None
+            self._pending.clear()
+        status = process.wait() if process is not None else None
+        pipe.close()
+        for ref in failed:
+            message = f"adapter {ref.adapter_id}: the process that loads adapters ended with status {status}"
+            self._done(ref, Failure("UNAVAILABLE", message))
 
 
-def _settle() -> None:
-    """Of a loader thread: what it does must not be felt in the steps.
+def _map(answer: LaidOut, descriptor: int, dtype: torch.dtype) -> HostAdapter:
+    """The weights stay mapped as long as a tensor of theirs is held."""
+    try:
+        data = mmap.mmap(descriptor, answer.file_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    finally:
+        os.close(descriptor)
+    whole = torch.frombuffer(data, dtype=dtype)
 
-    It gets a small share of a core where the engine wants all of them. And it has no helpers: OpenMP counts those of every
-    thread that ever had some, and with more of them than cores it lets the engine's sleep at once between two operations,
-    so that each has to be woken again.
-    """
-    torch.set_num_threads(1)
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    def tensor(part: Part) -> Tensor:
+        start = part.offset // dtype.itemsize
+        return whole[start : start + torch.Size(part.shape).numel()].view(part.shape)
 
-
-def _refused(ref: AdapterRef, reason: str) -> Failure:
-    error = failed_precondition("adapter", ref.adapter_id, f"adapter {ref.adapter_id}: {reason}")
-    return Failure(error.code.name, error.message, error.to_status().SerializeToString())
-
-
-def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> HostAdapter:
-    """Read `path` (adapter_config.json, adapter_model.safetensors). All or nothing.
-
-    Raises AdapterRefusedError where a module is not in this model or a shape is another model's.
-    """
-    adapter = adapter_format.parse_config((path / adapter_format.CONFIG_FILE).read_bytes())
-    groups = lora_groups(config)
-    place = {
-        module: (group, slice_index)
-        for group, (_, slices) in groups.items()
-        for slice_index, (module, _) in enumerate(slices)
-    }
-    # At once, and below by all layers at once: each call into torch is a moment in which the engine's thread, that has many
-    # more to make, waits for the interpreter.
-    stored = safetensors.torch.load((path / adapter_format.TENSORS_FILE).read_bytes())
-    tensors = {_module_of(key): tensor for key, tensor in stored.items()}
-    modules = sorted({module for module, _ in tensors})
-    sites: dict[str, tuple[int, str, int]] = {}
-    for module in modules:
-        match = _MODULE.fullmatch(module)
-        if match is None or match[2] not in place:
-            known = ", ".join(f"model.layers.N.{name}" for name in place)
-            raise AdapterRefusedError(f"module {quote(module)} is not one this server adapts ({known})")
-        layer = int(match[1])
-        if layer >= config.num_layers:
-            raise AdapterRefusedError(
-                f"module {module} is in layer {layer}, the base model has {config.num_layers} layers"
-            )
-        sites[module] = (layer, *place[match[2]])
-
-    ranks: dict[str, list[int]] = {group: [0] * len(slices) for group, (_, slices) in groups.items()}
-    for module, (_, group, slice_index) in sites.items():
-        a, b = tensors[module, "A"], tensors[module, "B"]
-        in_features, slices = groups[group]
-        expected = slices[slice_index][1], in_features
-        found = b.shape[0], a.shape[1]
-        if found != expected:
-            raise AdapterRefusedError(
-                f"module {module} maps {found[1]} to {found[0]} features, the base model's maps {expected[1]} to {expected[0]}"
-            )
-        rank = a.shape[0]
-        if b.shape[1] != rank:
-            raise AdapterRefusedError(f"module {module} has lora_A of rank {rank} and lora_B of rank {b.shape[1]}")
-        if rank > max_rank:
-            raise AdapterRefusedError(f"module {module} has rank {rank}, this server takes at most {max_rank}")
-        ranks[group][slice_index] = max(ranks[group][slice_index], rank)
-
-    weights: dict[str, GroupWeights] = {}
-    for group, (in_features, slices) in groups.items():
-        rank = max(ranks[group])
-        if rank:
-            width = sum(out_features for _, out_features in slices)
-            a_host = torch.zeros(config.num_layers, rank, len(slices), in_features, dtype=dtype)
-            b_host = torch.zeros(config.num_layers, rank, width, dtype=dtype)
-            weights[group] = GroupWeights(a_host, b_host, ranks[group])
-    alike: dict[tuple[str, int, int], dict[int, str]] = {}  # group, slice, rank -> layer -> module
-    for module, (layer, group, slice_index) in sites.items():
-        alike.setdefault((group, slice_index, tensors[module, "A"].shape[0]), {})[layer] = module
-    for (group, slice_index, rank), by_layer in alike.items():
-        layers = _index(sorted(by_layer), config.num_layers)
-        members = [by_layer[layer] for layer in sorted(by_layer)]
-        offset = sum(out for _, out in groups[group][1][:slice_index])
-        scalings = torch.tensor([adapter.scaling_of(module) for module in members], dtype=torch.float32)
-        weights[group].a[layers, :rank, slice_index] = torch.stack([tensors[m, "A"] for m in members]).to(dtype)
-        scaled = torch.stack([tensors[m, "B"] for m in members]).float() * scalings.view(-1, 1, 1)  # [layers, N, r]
-        columns = slice(offset, offset + scaled.shape[1])
-        weights[group].b[layers, :rank, columns] = scaled.to(dtype).transpose(1, 2)
-    for group, laid_out in weights.items():
-        if not (_finite(laid_out.a) and _finite(laid_out.b)):
-            raise AdapterRefusedError(f"its weights times their scaling exceed the range of {dtype} (group {group})")
-    return HostAdapter(
-        rank_rows={group: max(ranks[group]) for group in weights},
-        num_bytes=sum(w.a.nbytes + w.b.nbytes for w in weights.values()),
-        weights=weights,
-    )
-
-
-# Adapters of one kind have the same names.
-_module_of = functools.lru_cache(maxsize=1 << 16)(adapter_format.module_of)
-
-
-def _index(layers: list[int], num_layers: int) -> slice | Tensor:
-    return slice(None) if len(layers) == num_layers else torch.tensor(layers)
-
-
-def _finite(tensor: Tensor) -> bool:
-    """Whether all of it is: its extremes are not where one value is not."""
-    low, high = tensor.aminmax()
-    return bool(low.isfinite() and high.isfinite())
+    weights = {group: GroupWeights(tensor(a), tensor(b), ranks) for group, (a, b, ranks) in answer.groups.items()}
+    return HostAdapter(rank_rows=answer.rank_rows, num_bytes=answer.num_bytes, weights=weights)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -33,7 +32,6 @@ from model_server.weights import open_model
 # On a device of its own, what is free but for graphs and activations; on the host, a part: replicas share the machine.
 _CUDA_SHARE = 0.9
 _HOST_SHARE = 0.25
-_SWITCH_INTERVAL_S = 0.0005
 
 
 def main(config: Config, pipe: Connection) -> None:
@@ -43,8 +41,6 @@ def main(config: Config, pipe: Connection) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     torch.set_grad_enabled(False)
-    # A step makes hundreds of calls into torch, and after each wants the interpreter back from the loader's threads.
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(pipe, inbox), name="inbox", daemon=True).start()
@@ -96,6 +92,8 @@ def main(config: Config, pipe: Connection) -> None:
     )
     engine.step()  # nothing to compute, but a first status: until then every page would seem taken
     outbox.append(messages.Ready(info))
+    if info.adapter_bytes:
+        loader.prepare()
     try:
         _turn(engine, inbox, outbox, pipe)
     finally:

@@ -71,7 +71,7 @@ class Runner(Protocol):
     def info(self) -> RunnerInfo: ...
 
     def load_adapter(self, adapter_index: int, rank_rows: Mapping[str, Sequence[int]], weights: Any) -> None:
-        """Copy host weights (what adapter_loader.py laid out) into the bank's rows. Called between steps only."""
+        """Copy host weights (what adapter_layout.py laid out) into the bank's rows. Called between steps only."""
 
     def run(self, chunks: Sequence[Chunk], ahead: Load | None = None) -> StepResult:
         """`ahead`: a load that this step does not need; the next one may."""

@@ -15,7 +15,7 @@ from kernels.layouts import PAGE_SIZE, Batch, KVLayer, LoraLayer, LoraLayers, Lo
 from kernels.ops import Ops
 from model_server import batch_tensors
 from model_server.adapter_bank import Load
-from model_server.adapter_loader import GroupWeights
+from model_server.adapter_layout import GroupWeights
 from model_server.decode_graphs import DecodeGraphs
 from model_server.model_config import ModelConfig
 from model_server.models.llama import LlamaModel, lora_groups

@@ -12,7 +12,7 @@ from adapter_store.validate import validate
 from bench import adapters, workloads
 from bench.session import adapter_shapes
 from bench.workloads import Adapter
-from model_server.adapter_loader import load_adapter
+from model_server.adapter_layout import load_adapter
 from model_server.weights import open_model
 
 

@@ -12,7 +12,7 @@ from kernels.ops import Ops
 from kernels.reference import sampling as reference_sampling
 from model_server import messages
 from model_server.adapter_bank import Load
-from model_server.adapter_loader import load_adapter
+from model_server.adapter_layout import load_adapter
 from model_server.engine import Engine
 from model_server.models.llama import LlamaModel
 from model_server.request import AdapterRef, Sampling

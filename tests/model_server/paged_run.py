@@ -90,7 +90,7 @@ class PagedRun:
 
 
 def fill_bank(config: ModelConfig, adapters: Sequence[Mapping[str, Any]], scattered: bool) -> list[LoraLayers]:
-    """A bank holding `adapters` (as adapter_loader lays them out: group -> a, b, ranks) at indices 0, 1, …; `scattered`
+    """A bank holding `adapters` (as adapter_layout lays them out: group -> a, b, ranks) at indices 0, 1, …; `scattered`
     gives each rows that do not follow each other."""
     layers: list[dict[str, LoraLayer]] = [{} for _ in range(config.num_layers)]
     for group, (in_features, slices) in lora_groups(config).items():

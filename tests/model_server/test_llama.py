@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from kernels.cpu.ops import CpuOps
 from kernels.ops import Ops
 from kernels.reference.ops import ReferenceOps
-from model_server.adapter_loader import load_adapter
+from model_server.adapter_layout import load_adapter
 from model_server.models.llama import LlamaModel
 from model_server.weights.huggingface import HuggingFaceDirectory
 from tests.model_server.paged_run import PagedRun, fill_bank
