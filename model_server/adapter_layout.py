@@ -7,9 +7,12 @@ cast, r the largest true rank in the group. What an adapter does not adapt stays
 from __future__ import annotations
 
 import functools
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import safetensors.torch
 import torch
@@ -31,6 +34,13 @@ class AdapterRefusedError(Exception):
     """The adapter does not fit this model. The message names the module and both sides' numbers."""
 
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]  # of a group's a and b
+
+
+class Allocate(Protocol):
+    def __call__(self, num_values: int, /, *, dtype: torch.dtype) -> Tensor: ...
+
+
 @dataclass(slots=True)
 class GroupWeights:
     a: Tensor  # [L, r, S, K] in the bank's dtype
@@ -39,11 +49,11 @@ class GroupWeights:
 
 
 def load(
-    ref: AdapterRef, path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int
+    ref: AdapterRef, path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int, allocate: Allocate
 ) -> HostAdapter | Failure:
     """As `load_adapter`; what is wrong with the files becomes the answer of the requests that want them."""
     try:
-        return load_adapter(path, config, dtype, max_rank)
+        return load_adapter(path, config, dtype, max_rank, allocate)
     except AdapterRefusedError as error:
         return _refused(ref, str(error))
     except ServiceError as error:
@@ -60,8 +70,17 @@ def _refused(ref: AdapterRef, reason: str) -> Failure:
     return Failure(error.code.name, error.message, error.to_status().SerializeToString())
 
 
-def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int) -> HostAdapter:
-    """Read `path` (adapter_config.json, adapter_model.safetensors). All or nothing.
+def views(flat: Tensor, shapes: Mapping[str, Shapes]) -> dict[str, tuple[Tensor, Tensor]]:
+    """`flat` cut into each group's a and b, in order."""
+    parts = iter(torch.split(flat, [math.prod(shape) for pair in shapes.values() for shape in pair]))
+    return {group: (next(parts).view(a), next(parts).view(b)) for group, (a, b) in shapes.items()}
+
+
+def load_adapter(
+    path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: int, allocate: Allocate = torch.zeros
+) -> HostAdapter:
+    """Read `path` (adapter_config.json, adapter_model.safetensors). All or nothing. The weights are `views` of what
+    `allocate` gives, which must be zeros.
 
     Raises AdapterRefusedError where a module is not in this model or a shape is another model's.
     """
@@ -107,14 +126,13 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
             raise AdapterRefusedError(f"module {module} has rank {rank}, this server takes at most {max_rank}")
         ranks[group][slice_index] = max(ranks[group][slice_index], rank)
 
-    weights: dict[str, GroupWeights] = {}
+    shapes: dict[str, Shapes] = {}
     for group, (in_features, slices) in groups.items():
-        rank = max(ranks[group])
-        if rank:
+        if rank := max(ranks[group]):
             width = sum(out_features for _, out_features in slices)
-            a_host = torch.zeros(config.num_layers, rank, len(slices), in_features, dtype=dtype)
-            b_host = torch.zeros(config.num_layers, rank, width, dtype=dtype)
-            weights[group] = GroupWeights(a_host, b_host, ranks[group])
+            shapes[group] = (config.num_layers, rank, len(slices), in_features), (config.num_layers, rank, width)
+    flat = allocate(sum(math.prod(shape) for pair in shapes.values() for shape in pair), dtype=dtype)
+    weights = {group: GroupWeights(a, b, ranks[group]) for group, (a, b) in views(flat, shapes).items()}
     alike: dict[tuple[str, int, int], dict[int, str]] = {}  # group, slice, rank -> layer -> module
     for module, (layer, group, slice_index) in sites.items():
         alike.setdefault((group, slice_index, tensors[module, "A"].shape[0]), {})[layer] = module
@@ -132,7 +150,7 @@ def load_adapter(path: Path, config: ModelConfig, dtype: torch.dtype, max_rank: 
             raise AdapterRefusedError(f"its weights times their scaling exceed the range of {dtype} (group {group})")
     return HostAdapter(
         rank_rows={group: max(ranks[group]) for group in weights},
-        num_bytes=sum(w.a.nbytes + w.b.nbytes for w in weights.values()),
+        num_bytes=flat.nbytes,
         weights=weights,
     )
 

@@ -1,11 +1,12 @@
 """The engine's side of the loader, a process of its own that reads and lays out adapters.
 
-Not a thread of the engine: that would take the interpreter and the memory map from the steps, however low its priority. Laid-out
-weights come back as anonymous files that are mapped here, so nothing is copied and no shared-memory limit applies.
+Not a thread of the engine: that would take the interpreter and the memory map from the steps, however low its priority.
+Laid-out weights come back as anonymous files that are mapped here, so nothing is copied and no shared-memory limit applies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import multiprocessing
 import os
@@ -18,15 +19,13 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
 import torch
-from torch import Tensor
 
 from model_server.adapter_bank import HostAdapter
-from model_server.adapter_layout import GroupWeights
+from model_server.adapter_layout import GroupWeights, Shapes, views
 from model_server.messages import Failure
 from model_server.model_config import ModelConfig
 from model_server.request import AdapterRef
 
-ALIGNMENT = 64
 _STOP_S = 5.0
 
 
@@ -40,21 +39,13 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One tensor in the file that comes with it."""
-
-    offset: int  # bytes
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class LaidOut:
-    """An answer, followed by the descriptor of a file that holds the parts."""
+    """An answer, followed by the descriptor of a file with the weights: the `views` of it."""
 
     rank_rows: Mapping[str, int]
-    num_bytes: int  # of the parts
-    file_bytes: int
-    groups: Mapping[str, tuple[Part, Part, list[int]]]  # a, b, ranks
+    num_bytes: int
+    shapes: Mapping[str, Shapes]
+    ranks: Mapping[str, list[int]]  # of a group's slices
 
 
 class AdapterLoader:
@@ -82,10 +73,8 @@ class AdapterLoader:
     def start(self, ref: AdapterRef, path: str) -> None:
         with self._lock:
             self._pending[ref] = None
-            try:
+            with contextlib.suppress(OSError):  # it died: its reader says so
                 self._connected().send((ref, path))
-            except OSError:
-                pass  # it died: its reader says so
 
     def close(self) -> None:
         with self._lock:
@@ -114,7 +103,11 @@ class AdapterLoader:
         try:
             while True:
                 ref, answer = pipe.recv()
-                result = _map(answer, reduction.recv_handle(pipe), self._setup.dtype) if isinstance(answer, LaidOut) else answer
+                result = (
+                    _map(answer, reduction.recv_handle(pipe), self._setup.dtype)
+                    if isinstance(answer, LaidOut)
+                    else answer
+                )
                 with self._lock:
                     self._pending.pop(ref, None)
                 self._done(ref, result)
@@ -139,14 +132,9 @@ class AdapterLoader:
 def _map(answer: LaidOut, descriptor: int, dtype: torch.dtype) -> HostAdapter:
     """The weights stay mapped as long as a tensor of theirs is held."""
     try:
-        data = mmap.mmap(descriptor, answer.file_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        data = mmap.mmap(descriptor, answer.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(descriptor)
-    whole = torch.frombuffer(data, dtype=dtype)
-
-    def tensor(part: Part) -> Tensor:
-        start = part.offset // dtype.itemsize
-        return whole[start : start + torch.Size(part.shape).numel()].view(part.shape)
-
-    weights = {group: GroupWeights(tensor(a), tensor(b), ranks) for group, (a, b, ranks) in answer.groups.items()}
+    parts = views(torch.frombuffer(data, dtype=dtype), answer.shapes)
+    weights = {group: GroupWeights(a, b, answer.ranks[group]) for group, (a, b) in parts.items()}
     return HostAdapter(rank_rows=answer.rank_rows, num_bytes=answer.num_bytes, weights=weights)

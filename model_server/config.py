@@ -48,9 +48,9 @@ class Config(BaseSettings):
 
     max_batch_tokens: int = Field(default=512, ge=1)
     max_prefill_tokens: int = Field(default=256, ge=1)
-    # How much longer a step may take for the prefill beside its decodes, learnt from the steps themselves. Large: as much
-    # as max_prefill_tokens lets it.
-    max_slowdown: float = Field(default=1.5, ge=1)
+    # How much longer a step takes at most for prefill beside other tenants' decodes, learnt from the steps themselves.
+    # Large: as much as max_prefill_tokens lets it.
+    max_slowdown: float = Field(default=1.25, ge=1)
     max_running: int = Field(default=64, ge=1)
     # Requests inside the server, running ones included. More are refused with RESOURCE_EXHAUSTED.
     max_requests: int = Field(default=1024, ge=1)

@@ -1,10 +1,14 @@
 """The process that reads and lays out adapters: `python -m model_server.loader_process FD`, started by adapter_loader.py.
 
-It works at low priority, so that where cores are few the steps keep them, and ends when the engine does.
+It ends when the engine does. Of the cores it gets what the steps leave: where these use all of them, the moments between two
+steps. At a mere low priority it delayed threads of a step that woke beside it, time and again, since a running thread keeps
+its core for some milliseconds; only one of the idle class yields at once.
 """
 
 from __future__ import annotations
 
+import functools
+import mmap
 import os
 import sys
 import threading
@@ -15,17 +19,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from model_server.adapter_bank import HostAdapter
+    import torch
+
     from model_server.adapter_loader import LaidOut, Setup
     from model_server.messages import Failure
     from model_server.request import AdapterRef
 
-_NICENESS = 10
 _NUM_THREADS = 2
 
 
 def main() -> None:
-    os.nice(_NICENESS)  # before the imports, which are a second's work
+    # Before the imports, which are a second's work.
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup = pipe.recv()
@@ -45,50 +50,42 @@ def main() -> None:
 
 
 def _load(pipe: Connection, lock: threading.Lock, setup: Setup, ref: AdapterRef, path: str) -> None:
-    from model_server import adapter_layout, messages
+    from model_server import adapter_layout
+    from model_server.adapter_loader import LaidOut
+    from model_server.messages import Failure
 
-    result = adapter_layout.load(ref, Path(path), setup.config, setup.dtype, setup.max_rank)
+    descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
     try:
-        answer, descriptor = (result, None) if isinstance(result, messages.Failure) else _write(result)
-    except OSError as error:
-        answer, descriptor = messages.Failure("RESOURCE_EXHAUSTED", f"adapter {ref.adapter_id}: no memory: {error}"), None
-    try:
+        result = adapter_layout.load(
+            ref, Path(path), setup.config, setup.dtype, setup.max_rank, functools.partial(_allocate, descriptor)
+        )
+        answer: LaidOut | Failure = (
+            result
+            if isinstance(result, Failure)
+            else LaidOut(
+                result.rank_rows,
+                result.num_bytes,
+                {group: (tuple(w.a.shape), tuple(w.b.shape)) for group, w in result.weights.items()},
+                {group: w.ranks for group, w in result.weights.items()},
+            )
+        )
         with lock:
             pipe.send((ref, answer))
-            if descriptor is not None:
+            if isinstance(answer, LaidOut):
                 reduction.send_handle(pipe, descriptor, os.getppid())
     except OSError:
         pass  # the engine is gone: main sees it too
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
-def _write(adapter: HostAdapter) -> tuple[LaidOut, int]:
-    """Its weights in an anonymous file, and the file's descriptor."""
+def _allocate(descriptor: int, num_values: int, *, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that are the file's contents."""
     import torch
 
-    from model_server.adapter_loader import ALIGNMENT, LaidOut, Part
-
-    descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
-    end = 0
-
-    def part(tensor: torch.Tensor) -> Part:
-        nonlocal end
-        offset = -(-end // ALIGNMENT) * ALIGNMENT
-        data = memoryview(tensor.view(torch.uint8).numpy().reshape(-1))
-        written = 0
-        while written < len(data):
-            written += os.pwrite(descriptor, data[written:], offset + written)
-        end = offset + len(data)
-        return Part(offset, tuple(tensor.shape))
-
-    try:
-        groups = {group: (part(w.a), part(w.b), w.ranks) for group, w in adapter.weights.items()}
-    except OSError:
-        os.close(descriptor)
-        raise
-    return LaidOut(adapter.rank_rows, adapter.num_bytes, end, groups), descriptor
+    num_bytes = num_values * dtype.itemsize
+    os.ftruncate(descriptor, num_bytes)
+    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=dtype)
 
 
 if __name__ == "__main__":

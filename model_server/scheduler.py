@@ -32,7 +32,7 @@ class Limits:
     page_size: int
     max_batch_tokens: int = 512
     max_prefill_tokens: int = 256  # per step: bounds how long one makes decodes and newcomers wait
-    max_slowdown: float = 1.5  # of a step's decodes by other tenants' prefill
+    max_slowdown: float = 1.25  # of a step's decodes by other tenants' prefill
     max_running: int = 64
     max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
     ageing_s: float = 5.0

@@ -89,7 +89,11 @@ class NativeDecoder:
 
 
 def describe(
-    decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None, types: dict[Any, int], weight_types: dict[Any, int]
+    decoder: Decoder,
+    kv: Sequence[KVLayer],
+    lora: Sequence[LoraLayers] | None,
+    types: dict[Any, int],
+    weight_types: dict[Any, int],
 ) -> NativeDecoder:
     """Only for what the native kernels take: see CpuOps."""
     kept: list[Any] = []
@@ -131,9 +135,7 @@ def describe(
         decoder.scale, decoder.eps,
     )  # fmt: skip
     first = layers[0]
-    width = (
-        first.qkv.linear.n + first.o.linear.k + first.o.linear.n + first.gate_up.linear.n + first.down.linear.k
-    )
+    width = first.qkv.linear.n + first.o.linear.k + first.o.linear.n + first.gate_up.linear.n + first.down.linear.k
     return NativeDecoder(decoder, kv, lora, struct, width, kept)
 
 

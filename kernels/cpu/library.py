@@ -178,7 +178,6 @@ class Library:
             tables.row_table.shape[1], rows, in_features, y.shape[1],
         )  # fmt: skip
 
-
     def decoder(self, native: NativeDecoder, hidden: Tensor, batch: Batch, plan: Plan) -> Tensor:
         for group in native.tables():
             self._check_once(group, plan)

@@ -25,8 +25,8 @@ LoraGroups = dict[str, tuple[int, tuple[tuple[str, int], ...]]]
 
 
 def lora_groups(config: ModelConfig) -> LoraGroups:
-    """How a layer's projections are grouped: the fields of `kernels.layouts.LoraLayers`, with their slices. Modules are named as after
-    "model.layers.N."."""
+    """How a layer's projections are grouped: the fields of `kernels.layouts.LoraLayers`, with their slices. Modules are
+    named as after "model.layers.N."."""
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     return {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from model_server.request import Finish
@@ -30,6 +33,76 @@ def test_decodes_are_not_stalled_by_a_long_prompt() -> None:
     world.run()
     assert world.runner.max_step_tokens <= 16 + 2
     world.check_answers()
+
+
+def gaps_beside(world: World, steady: list[User], newcomers: Callable[[], None]) -> float:
+    """The longest time between two tokens of `steady` once `newcomers` have come, as a multiple of what it was before."""
+    longest = {True: 0.0, False: 0.0}
+    for came in (False, True):
+        if came:
+            newcomers()
+        for _ in range(20):
+            before_s = world.clock.now_s
+            tokens = sum(len(user.tokens) for user in steady)
+            world.step()
+            assert sum(len(user.tokens) for user in steady) == tokens + len(steady), "a step without their decodes"
+            longest[came] = max(longest[came], world.clock.now_s - before_s)
+    return longest[True] / longest[False]
+
+
+def decoding(world: World, count: int = 4, **user: Any) -> list[User]:
+    """Requests that have their first tokens and long to go, and a machine whose pace is known."""
+    steady = [world.submit(4, 200, **user) for _ in range(count)]
+    while not all(len(user.tokens) > 8 for user in steady):
+        world.step()
+    return steady
+
+
+def test_a_tenants_prompts_slow_others_by_max_slowdown_only() -> None:
+    world = World(num_pages=2048, max_prefill_tokens=64, max_batch_tokens=128, max_slowdown=1.5)
+    steady = decoding(world, tenant="calm")
+    crowd: list[User] = []
+    slower = gaps_beside(world, steady, lambda: crowd.extend(world.submit(50, 3, tenant="crowd") for _ in range(6)))
+    # Of the crowd's decodes, a few rows on top.
+    assert 1.2 < slower <= 1.6
+    world.run()
+    assert all(finished(user) for user in crowd)
+    world.check_answers()
+
+
+def test_copying_adapters_counts_as_slowing_down() -> None:
+    names = {f"a{index}": 2 for index in range(8)}
+    world = World(
+        num_pages=2048, max_adapters=8, max_prefill_tokens=64, max_batch_tokens=128, max_slowdown=1.5, ranks=names,
+        fetch_s=0.001,
+    )  # fmt: skip
+    steady = decoding(world, tenant="calm")
+
+    def storm() -> None:
+        for name in names:
+            world.submit(8, 1, tenant="storm", adapter=name)
+
+    assert 1.3 < gaps_beside(world, steady, storm) <= 1.6, "a step with two copies"
+    world.run()
+    world.check_answers()
+
+
+def test_a_tenants_prompts_slow_its_own_decodes_as_the_batch_fills() -> None:
+    world = World(num_pages=2048, max_prefill_tokens=64, max_batch_tokens=128, max_slowdown=1.5)
+    steady = decoding(world, tenant="one")
+    crowd: list[User] = []
+    slower = gaps_beside(world, steady, lambda: crowd.extend(world.submit(50, 3, tenant="one") for _ in range(6)))
+    assert slower > 3, "the batch filled no faster than beside strangers"
+    assert world.runner.max_step_tokens <= 64 + 6
+
+
+def test_the_more_important_are_not_held_back_by_the_less_important() -> None:
+    world = World(num_pages=2048, max_prefill_tokens=64, max_batch_tokens=128, max_slowdown=1.0, ageing_s=1000)
+    decoding(world, tenant="batch", priority=0)
+    urgent = world.submit(60, 2, tenant="person", priority=2)
+    for _ in range(2):
+        world.step()
+    assert urgent.tokens, "its prompt of one step took more"
 
 
 def test_high_priority_takes_the_only_seat_and_low_still_ends() -> None:
@@ -159,6 +232,8 @@ def test_limits_that_cannot_work_are_refused() -> None:
         Limits(page_size=4, max_batch_tokens=4, max_running=8)
     with pytest.raises(ValueError, match="max_prefill_tokens"):
         Limits(page_size=4, max_prefill_tokens=0)
+    with pytest.raises(ValueError, match="max_slowdown"):
+        Limits(page_size=4, max_slowdown=0.9)
 
 
 def test_a_cold_adapter_stalls_only_its_own_requests() -> None:
