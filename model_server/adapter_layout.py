@@ -96,6 +96,8 @@ def load_adapter(
     stored = safetensors.torch.load((path / adapter_format.TENSORS_FILE).read_bytes())
     tensors = {_module_of(key): tensor for key, tensor in stored.items()}
     modules = sorted({module for module, _ in tensors})
+    if not modules:
+        raise AdapterRefusedError("it adapts no module")
     sites: dict[str, tuple[int, str, int]] = {}
     for module in modules:
         match = _MODULE.fullmatch(module)

@@ -7,9 +7,9 @@ Laid-out weights come back as anonymous files that are mapped here, so nothing i
 from __future__ import annotations
 
 import contextlib
-import mmap
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +19,7 @@ from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
 import torch
+from torch import Tensor
 
 from model_server.adapter_bank import HostAdapter
 from model_server.adapter_layout import GroupWeights, Shapes, views
@@ -63,78 +64,100 @@ class AdapterLoader:
         self._lock = threading.Lock()  # over what follows
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._reader: threading.Thread | None = None
         self._pending: dict[AdapterRef, None] = {}
 
     def prepare(self) -> None:
         """Start the process, which takes a second or two, before there is anything to load."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # `start` will try again, and say so
             self._connected()
 
     def start(self, ref: AdapterRef, path: str) -> None:
         with self._lock:
             self._pending[ref] = None
-            with contextlib.suppress(OSError):  # it died: its reader says so
-                self._connected().send((ref, path))
+            try:
+                pipe = self._connected()
+            except OSError as error:
+                del self._pending[ref]
+                failure = Failure("UNAVAILABLE", f"adapter {ref.adapter_id}: no process to load it: {error}")
+            else:
+                with contextlib.suppress(OSError):  # the process died: its reader sees that too, and answers
+                    pipe.send((ref, path))
+                return
+        self._done(ref, failure)
 
     def close(self) -> None:
         with self._lock:
-            process, pipe = self._process, self._pipe
-            self._process = self._pipe = None
+            process, pipe, reader = self._process, self._pipe, self._reader
+            self._process = self._pipe = self._reader = None
             self._pending.clear()
-        if process is not None and pipe is not None:
-            pipe.close()
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if process is None or pipe is None or reader is None:
+            return
+        # Closing alone would not wake the reader, nor reach the process while the reader holds the other end.
+        with socket.socket(fileno=os.dup(pipe.fileno())) as end, contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+        reader.join()
+        pipe.close()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def _connected(self) -> Connection:
         if self._pipe is None:
-            self._pipe, theirs = multiprocessing.Pipe()
+            ours, theirs = multiprocessing.Pipe()
             command = [sys.executable, "-m", "model_server.loader_process", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-            theirs.close()
-            self._pipe.send(self._setup)
-            threading.Thread(target=self._read, args=(self._pipe,), name="adapter-loader", daemon=True).start()
+            with theirs:
+                process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            reader = threading.Thread(target=self._read, args=(ours, process), name="adapter-loader", daemon=True)
+            self._process, self._pipe, self._reader = process, ours, reader
+            reader.start()
+            with contextlib.suppress(OSError):  # as in `start`
+                ours.send(self._setup)
         return self._pipe
 
-    def _read(self, pipe: Connection) -> None:
+    def _read(self, pipe: Connection, process: subprocess.Popen[bytes]) -> None:
         try:
             while True:
                 ref, answer = pipe.recv()
-                result = (
-                    _map(answer, reduction.recv_handle(pipe), self._setup.dtype)
-                    if isinstance(answer, LaidOut)
-                    else answer
-                )
+                if isinstance(answer, LaidOut):
+                    answer = _map(ref, answer, reduction.recv_handle(pipe), self._setup.dtype)
                 with self._lock:
                     self._pending.pop(ref, None)
-                self._done(ref, result)
-        except (EOFError, OSError):
-            self._lost(pipe)
+                self._done(ref, answer)
+        except Exception as error:  # its end, or what leaves the next message unreadable
+            self._lost(pipe, process, error)
 
-    def _lost(self, pipe: Connection) -> None:
-        """The process is gone. What it had to do fails; the next adapter starts another."""
+    def _lost(self, pipe: Connection, process: subprocess.Popen[bytes], error: Exception) -> None:
+        """What the process had to do fails; the next adapter starts another."""
         with self._lock:
             if self._pipe is not pipe:
                 return  # closed by us
-            process, failed = self._process, list(self._pending)
-            self._process = self._pipe = None
+            failed = list(self._pending)
+            self._process = self._pipe = self._reader = None
             self._pending.clear()
-        status = process.wait() if process is not None else None
+        process.kill()  # where it lives
+        status = process.wait()
         pipe.close()
         for ref in failed:
-            message = f"adapter {ref.adapter_id}: the process that loads adapters ended with status {status}"
-            self._done(ref, Failure("UNAVAILABLE", message))
+            reason = f"the process that loads adapters was lost, status {status} ({type(error).__name__}: {error})"
+            self._done(ref, Failure("UNAVAILABLE", f"adapter {ref.adapter_id}: {reason}"))
 
 
-def _map(answer: LaidOut, descriptor: int, dtype: torch.dtype) -> HostAdapter:
-    """The weights stay mapped as long as a tensor of theirs is held."""
+def _map(ref: AdapterRef, answer: LaidOut, descriptor: int, dtype: torch.dtype) -> HostAdapter | Failure:
+    """The weights stay mapped, without a descriptor of ours, as long as a tensor of theirs is held."""
     try:
-        data = mmap.mmap(descriptor, answer.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        flat = map_file(descriptor, answer.num_bytes // dtype.itemsize, dtype)
+    except RuntimeError as error:
+        return Failure("RESOURCE_EXHAUSTED", f"adapter {ref.adapter_id}: its weights cannot be mapped: {error}")
     finally:
         os.close(descriptor)
-    parts = views(torch.frombuffer(data, dtype=dtype), answer.shapes)
+    parts = views(flat, answer.shapes)
     weights = {group: GroupWeights(a, b, answer.ranks[group]) for group, (a, b) in parts.items()}
     return HostAdapter(rank_rows=answer.rank_rows, num_bytes=answer.num_bytes, weights=weights)
+
+
+def map_file(descriptor: int, num_values: int, dtype: torch.dtype) -> Tensor:
+    """The file's contents. Python's mmap would keep a descriptor open for each, of which there are not many."""
+    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=num_values, dtype=dtype)

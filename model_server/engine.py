@@ -221,10 +221,13 @@ class Engine:
         return bool(plan.chunks)
 
     def _record_pace(self, plan: Plan, loading_s: float, running_s: float) -> None:
+        pace = self.scheduler.pace
+        if pace is None:
+            return
         decodes = sum(chunk.length == 1 for chunk in plan.chunks)
-        self.scheduler.pace.record(decodes, sum(chunk.length for chunk in plan.chunks) - decodes, running_s)
+        pace.record(decodes, sum(chunk.length for chunk in plan.chunks) - decodes, running_s)
         if plan.loads:
-            self.scheduler.pace.record_loads(len(plan.loads), loading_s)
+            pace.record_loads(len(plan.loads), loading_s)
 
     def rest(self) -> None:
         """For when there is nothing to do and everything is sent: verifies the books, now and then."""

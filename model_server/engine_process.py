@@ -79,7 +79,7 @@ def main(config: Config, pipe: Connection) -> None:
             page_size=info.page_size,
             max_batch_tokens=config.max_batch_tokens,
             max_prefill_tokens=config.max_prefill_tokens,
-            max_slowdown=config.max_slowdown,
+            max_slowdown=config.max_slowdown if config.device == "cpu" else None,
             max_running=config.max_running,
             ageing_s=config.ageing_s,
             prefetch=info.loads_ahead,

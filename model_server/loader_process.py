@@ -8,10 +8,10 @@ its core for some milliseconds; only one of the idle class yields at once.
 from __future__ import annotations
 
 import functools
-import mmap
 import os
 import sys
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -30,7 +30,10 @@ _NUM_THREADS = 2
 
 def main() -> None:
     # Before the imports, which are a second's work.
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except PermissionError:  # some sandboxes
+        os.nice(19)
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup = pipe.recv()
@@ -54,8 +57,9 @@ def _load(pipe: Connection, lock: threading.Lock, setup: Setup, ref: AdapterRef,
     from model_server.adapter_loader import LaidOut
     from model_server.messages import Failure
 
-    descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
+    descriptor = -1
     try:
+        descriptor = os.memfd_create("adapter", os.MFD_CLOEXEC)
         result = adapter_layout.load(
             ref, Path(path), setup.config, setup.dtype, setup.max_rank, functools.partial(_allocate, descriptor)
         )
@@ -73,19 +77,20 @@ def _load(pipe: Connection, lock: threading.Lock, setup: Setup, ref: AdapterRef,
             pipe.send((ref, answer))
             if isinstance(answer, LaidOut):
                 reduction.send_handle(pipe, descriptor, os.getppid())
-    except OSError:
-        pass  # the engine is gone: main sees it too
-    finally:
-        os.close(descriptor)
+    except (BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the engine is gone
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # it cannot be told what became of this adapter: it sees that we end
+    os.close(descriptor)
 
 
 def _allocate(descriptor: int, num_values: int, *, dtype: torch.dtype) -> torch.Tensor:
     """Zeros that are the file's contents."""
-    import torch
+    from model_server.adapter_loader import map_file
 
-    num_bytes = num_values * dtype.itemsize
-    os.ftruncate(descriptor, num_bytes)
-    return torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=dtype)
+    os.ftruncate(descriptor, num_values * dtype.itemsize)
+    return map_file(descriptor, num_values, dtype)
 
 
 if __name__ == "__main__":

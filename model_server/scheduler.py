@@ -10,6 +10,7 @@ that does not change by preemption, so the most important request always proceed
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ class Limits:
     page_size: int
     max_batch_tokens: int = 512
     max_prefill_tokens: int = 256  # per step: bounds how long one makes decodes and newcomers wait
-    max_slowdown: float = 1.25  # of a step's decodes by other tenants' prefill
+    max_slowdown: float | None = 1.25  # of a step's decodes by other tenants' prefill; None: as far as the above goes
     max_running: int = 64
     max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
     ageing_s: float = 5.0
@@ -43,8 +44,8 @@ class Limits:
             raise ValueError(f"max_batch_tokens {self.max_batch_tokens} is below max_running {self.max_running}")
         if self.max_prefill_tokens < 1 or self.max_running < 1:
             raise ValueError("max_prefill_tokens and max_running: want at least 1")
-        if self.max_slowdown < 1:
-            raise ValueError(f"max_slowdown {self.max_slowdown}: want at least 1")
+        if self.max_slowdown is not None and not 1 <= self.max_slowdown < math.inf:
+            raise ValueError(f"max_slowdown {self.max_slowdown}: want a number of at least 1")
 
 
 @dataclass(slots=True)
@@ -60,24 +61,33 @@ class _PrefillBudget:
     """How many tokens of prompts one step takes on.
 
     A tenant's newcomers may slow its own decodes as much as `max_prefill_tokens` lets them: the sooner a batch is full, the
-    more tokens all get. Decodes of other tenants, unless less important, they slow by `max_slowdown` at most.
+    more tokens all get. Those of other tenants, unless they are more important, together slow a tenant's decodes by
+    `max_slowdown` at most.
     """
 
-    def __init__(self, most: int, beside: int, decoding: Iterable[tuple[int, str]]) -> None:
-        """`most` in all, `beside` those who are to be spared: `decoding`, (effective class, tenant) of each decode."""
+    def __init__(self, most: int, beside: int | None, decoding: Iterable[tuple[int, str]]) -> None:
+        """`most` in all, `beside` the decodes of each tenant by others (None: no limit); `decoding`: (effective class,
+        tenant) of each decode."""
         self.left = most
-        self._beside = beside
-        self._spared: dict[str, int] = {}  # tenant -> its most important decode
+        self._beside: dict[str, int] = {}  # tenant that decodes -> what others may still do
+        self._best: dict[str, int] = {}  # and its most important decode
+        if beside is None:
+            return
         for rank, tenant in decoding:
-            self._spared[tenant] = max(rank, self._spared.get(tenant, rank))
+            self._beside[tenant] = beside
+            self._best[tenant] = max(rank, self._best.get(tenant, rank))
 
     def of(self, rank: int, tenant: str) -> int:
-        spares = any(other != tenant and best >= rank for other, best in self._spared.items())
-        return min(self.left, self._beside) if spares else self.left
+        return min(self.left, *(self._beside[other] for other in self._slowed(rank, tenant)), self.left)
 
-    def take(self, tokens: int) -> None:
-        self.left = max(0, self.left - tokens)
-        self._beside = max(0, self._beside - tokens)
+    def take(self, rank: int, tenant: str, tokens: int, loads: int = 0) -> None:
+        """`loads`: what copying adapters costs, in tokens. It counts beside others only: alone nobody minds."""
+        self.left -= tokens
+        for other in self._slowed(rank, tenant):
+            self._beside[other] = max(0, self._beside[other] - tokens - loads)
+
+    def _slowed(self, rank: int, tenant: str) -> Iterator[str]:
+        return (other for other, best in self._best.items() if other != tenant and best >= rank)
 
 
 class Scheduler:
@@ -86,7 +96,7 @@ class Scheduler:
         self.pool = pool
         self.bank = bank
         self.prefix_cache = prefix_cache
-        self.pace = Pace(limits.max_slowdown)
+        self.pace = Pace(limits.max_slowdown) if limits.max_slowdown is not None else None
         self.waiting = WaitingQueue(limits.ageing_s)
         self.parked: dict[AdapterRef, list[Request]] = {}
         self.running: dict[Request, None] = {}
@@ -189,11 +199,16 @@ class Scheduler:
                 budget -= 1
         prefill = _PrefillBudget(
             min(budget, self.limits.max_prefill_tokens),
-            self.pace.prefill_tokens(len(plan.chunks)),
+            self.pace.prefill_tokens(len(plan.chunks)) if self.pace is not None else None,
             [(self.waiting.effective_class(chunk.request, now_s), chunk.request.tenant) for chunk in plan.chunks],
         )
+        # First those who take little because of others' decodes: they would wait for every earlier prompt of a crowd. They
+        # share that little, with one more who may be admitted, so that none waits for another's long prompt.
+        spared = [r for r in prefilling if r in self.running and self._allowed(r, now_s, prefill) < prefill.left]
+        for index, request in enumerate(spared):
+            self._chunk(request, now_s, prefill, plan, shares=len(spared) - index + bool(self.waiting))
         for request in prefilling:
-            if request in self.running:
+            if request in self.running and request not in spared:
                 self._chunk(request, now_s, prefill, plan)
         order = self.waiting.in_order(now_s)
         left = self._admit(order, now_s, prefill, plan) if prefill.left else []
@@ -228,12 +243,14 @@ class Scheduler:
     def _importance(self, request: Request, now_s: float) -> tuple[int, float]:
         return self.waiting.effective_class(request, now_s), -request.arrived_s
 
-    def _chunk(self, request: Request, now_s: float, budget: _PrefillBudget, plan: Plan) -> None:
-        limit = budget.of(self.waiting.effective_class(request, now_s), request.tenant)
-        length = min(request.num_uncomputed, limit)
+    def _chunk(self, request: Request, now_s: float, budget: _PrefillBudget, plan: Plan, shares: int = 1) -> None:
+        length = min(request.num_uncomputed, -(-self._allowed(request, now_s, budget) // shares))
         if length:
             plan.chunks.append(Chunk(request, request.num_computed, length, length == request.num_uncomputed))
-            budget.take(length)
+            budget.take(self.waiting.effective_class(request, now_s), request.tenant, length)
+
+    def _allowed(self, request: Request, now_s: float, budget: _PrefillBudget) -> int:
+        return budget.of(self.waiting.effective_class(request, now_s), request.tenant)
 
     def _grow(self, request: Request, by_importance: list[Request], plan: Plan) -> bool:
         """A page for the token to be fed, taken from the least important if need be. False: `request` itself gave way."""
@@ -249,17 +266,13 @@ class Scheduler:
 
     def _admit(self, order: Iterator[Request], now_s: float, budget: _PrefillBudget, plan: Plan) -> list[Request]:
         """Returns the requests that it took from `order` and did not admit."""
-        left: list[Request] = []
-        passed: list[Request] = []  # of these, who did not fit; the others are held back for the sake of decodes
+        passed: list[Request] = []
         preempted_before = len(plan.preempted)
         for request in order:
             if request in plan.preempted:
                 continue
-            if not budget.of(self.waiting.effective_class(request, now_s), request.tenant):
-                left.append(request)
-                continue
-            if not self._make_room(request, now_s, plan):
-                left.append(request)
+            held = not self._allowed(request, now_s, budget)  # for the sake of others' decodes
+            if held or not self._make_room(request, now_s, plan):
                 passed.append(request)
                 if len(self.running) >= self.limits.max_running or request.num_bypassed >= self.limits.max_bypass:
                     break
@@ -269,7 +282,9 @@ class Scheduler:
             loads_before = len(plan.loads)
             self._start(request, now_s, plan)
             self._chunk(request, now_s, budget, plan)
-            budget.take(self.pace.load_tokens * (len(plan.loads) - loads_before))
+            if self.pace is not None and len(plan.loads) > loads_before:
+                rank = self.waiting.effective_class(request, now_s)
+                budget.take(rank, request.tenant, 0, loads=self.pace.load_tokens * (len(plan.loads) - loads_before))
             for other in passed:
                 other.num_bypassed += 1
             if not budget.left or any(other.num_bypassed >= self.limits.max_bypass for other in passed):
@@ -277,7 +292,7 @@ class Scheduler:
         if len(plan.preempted) > preempted_before:
             gone = set(plan.preempted)
             plan.chunks = [chunk for chunk in plan.chunks if chunk.request not in gone]
-        return left
+        return passed
 
     def _prefetch(self, order: Iterable[Request], plan: Plan) -> Load | None:
         """One load for the first request in `order` whose adapter is not on the device, so that its admission waits for

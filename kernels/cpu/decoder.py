@@ -1,7 +1,7 @@
 """`Ops.decoder` as one native call: the model, its pages and the bank described once, in the structures of
 native/decoder.cpp; a step then passes its index tensors.
 
-Besides the time of its calls this gives up the interpreter for a whole step, so threads that load adapters are not felt in it.
+Besides the time of its calls this gives up the interpreter for a whole step, so other threads are not felt in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kernels.layouts import Batch, Decoder, KVLayer, LoraLayer, LoraLayers
+from kernels.layouts import Batch, Decoder, DecoderLayer, KVLayer, LoraLayer, LoraLayers
 
 if TYPE_CHECKING:
     from kernels.cpu.library import Plan
@@ -77,10 +77,8 @@ class NativeDecoder:
     lora: Sequence[LoraLayers] | None
     struct: _Decoder
     scratch_width: int  # values per row
+    max_rows: int | None  # above which oneDNN multiplies some of its weights faster; None: never
     kept: list[Any] = field(default_factory=list)
-
-    def is_of(self, decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None) -> bool:
-        return self.decoder is decoder and self.kv is kv and self.lora is lora
 
     def tables(self) -> list[LoraLayer]:
         """A layer of each group: all layers share their tables."""
@@ -94,8 +92,9 @@ def describe(
     lora: Sequence[LoraLayers] | None,
     types: dict[Any, int],
     weight_types: dict[Any, int],
+    few_rows: int,
 ) -> NativeDecoder:
-    """Only for what the native kernels take: see CpuOps."""
+    """Only for what the native kernels take: see `Library.describe`. `few_rows`: how many they multiply faster than oneDNN."""
     kept: list[Any] = []
 
     def projection(packed: Packed, group: LoraLayer | None) -> _Projection:
@@ -136,7 +135,12 @@ def describe(
     )  # fmt: skip
     first = layers[0]
     width = first.qkv.linear.n + first.o.linear.k + first.o.linear.n + first.gate_up.linear.n + first.down.linear.k
-    return NativeDecoder(decoder, kv, lora, struct, width, kept)
+    either = any(packed.prepacked is not None for layer in decoder.layers for packed in linears_of(layer))
+    return NativeDecoder(decoder, kv, lora, struct, width, few_rows if either else None, kept)
+
+
+def linears_of(layer: DecoderLayer) -> tuple[Packed, ...]:
+    return layer.qkv, layer.o, layer.gate_up, layer.down
 
 
 def describe_step(batch: Batch, plan: Plan) -> _Step:

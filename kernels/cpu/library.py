@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import build
-from kernels.cpu.decoder import NativeDecoder, describe, describe_step
+from kernels.cpu.decoder import NativeDecoder, describe, describe_step, linears_of
 from kernels.layouts import BASE, Batch, Decoder, KVLayer, LoraLayer, LoraLayers, LoraTables, check, check_index
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -159,6 +159,7 @@ class Library:
         rows, in_features = x.shape
         data, out_features = weight.data, weight.out_features
         check(data.shape[1] == in_features, f"x: {in_features} features, the weight takes {data.shape[1]}")
+        check(out_dtype in (None, x.dtype, torch.float32), f"out_dtype: {out_dtype}, want that of x or fp32")
         y = x.new_empty(rows, out_features, dtype=out_dtype or x.dtype)
         self._linear(
             _TYPES[x.dtype], _TYPES[y.dtype], _WEIGHT_TYPES[data.dtype], y.data_ptr(), x.data_ptr(), data.data_ptr(),
@@ -181,6 +182,8 @@ class Library:
     def decoder(self, native: NativeDecoder, hidden: Tensor, batch: Batch, plan: Plan) -> Tensor:
         for group in native.tables():
             self._check_once(group, plan)
+        check(len(hidden) == len(batch.positions), f"hidden: {len(hidden)} rows, the batch has {len(batch.positions)}")
+        check(self.takes(hidden, native.decoder.final_norm), "hidden: want the model's dtype, no gaps")
         out = torch.empty_like(hidden)
         scratch = hidden.new_empty(len(hidden) * native.scratch_width)
         step = describe_step(batch, plan)
@@ -197,20 +200,28 @@ class Library:
             plan.checked.add(id(layer.tables))
 
     def describe(
-        self, decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None
+        self, decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None, few_rows: int
     ) -> NativeDecoder | None:
-        """What `decoder` takes; None where it does not take these."""
-        first = decoder.final_norm
-        tensors = [first]
+        """What `decoder` takes; None where it does not take these: another activation or dtype, a weight that is not
+        packed for it, layers that differ in shape. `few_rows`: as in decoder.py."""
+        tensors = [decoder.final_norm]
+        shapes: set[Any] = set()
         for index, layer in enumerate(decoder.layers):
+            linears = linears_of(layer)
+            weights = [packed.native for packed in linears if packed.native is not None]
+            if len(weights) < len(linears):
+                return None
+            shapes.add((kv[index].k_pages.shape, *((w.out_features, w.data.shape[1]) for w in weights)))
+            tensors += [packed.bias for packed in linears if packed.bias is not None]
             tensors += [kv[index].k_pages, kv[index].v_pages, layer.input_norm, layer.post_norm]
             tensors += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
             groups = lora[index] if lora is not None else LoraLayers()
             for group in (groups.qkv, groups.o, groups.gate_up, groups.down):
                 tensors += [group.a, group.b] if group is not None else []
-        if decoder.activation != "silu" or not self.takes_heads(kv[0]) or not self.takes(*tensors):
+        if decoder.activation != "silu" or not self.takes_heads(kv[0]) or not self.takes(*tensors) or len(shapes) > 1:
             return None
-        return describe(decoder, kv, lora, _TYPES, _WEIGHT_TYPES)
+        check(decoder.cos_sin.dtype == torch.float32 and decoder.cos_sin.is_contiguous(), "cos_sin: want fp32, no gaps")
+        return describe(decoder, kv, lora, _TYPES, _WEIGHT_TYPES, few_rows)
 
 
 def _check_tables(tables: LoraTables, layer: LoraLayer) -> None:

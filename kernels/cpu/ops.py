@@ -37,6 +37,16 @@ class Packed:
     bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What was asked for, held so that it stays itself, and the answer."""
+
+    decoder: Decoder
+    kv: Sequence[KVLayer]
+    lora: Sequence[LoraLayers] | None
+    native: NativeDecoder | None
+
+
 class CpuOps(TorchCpuOps):
     """See `kernels.ops.Ops`. `weight_dtype` "int8" keeps the weights of linears in INT8, symmetric, a scale per output."""
 
@@ -46,7 +56,7 @@ class CpuOps(TorchCpuOps):
         self._weight_dtype = weight_dtype
         self._twice_bytes = 0  # of weights kept in both layouts
         # With and without adapters, and as few others as a bank has largest ranks.
-        self._described: deque[NativeDecoder] = deque(maxlen=8)
+        self._described: deque[_Described] = deque(maxlen=8)
 
     def plan(self, batch: Batch) -> None:
         if self._native is not None:
@@ -82,9 +92,9 @@ class CpuOps(TorchCpuOps):
         return functional.linear(x, weight, packed.bias)
 
     def logits(self, x: Tensor, packed: Packed) -> Tensor:
-        if self._native is None or not self._takes_rows(packed, x.shape[0]):
+        # A head that has both layouts is rounded as oneDNN rounds it: a tie must not depend on the number of rows.
+        if self._native is None or packed.native is None or packed.prepacked is not None:
             return super().logits(x, packed)
-        assert packed.native is not None
         return self._native.linear(x.contiguous(), packed.native, packed.scales, packed.bias, torch.float32)
 
     @staticmethod
@@ -102,26 +112,23 @@ class CpuOps(TorchCpuOps):
     ) -> Tensor:
         if batch.num_active_adapters == 0:
             lora = None
-        native = self._describe(decoder, kv, lora, len(hidden))
-        if native is None:
+        native = self._described_as(decoder, kv, lora)
+        if native is None or (native.max_rows is not None and len(hidden) > native.max_rows):
             return super().decoder(decoder, hidden, kv, lora, batch)
         assert self._native is not None
         return self._native.decoder(native, hidden, batch, cast(library.Plan, batch.plan["native"]))
 
-    def _describe(
-        self, decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None, rows: int
+    def _described_as(
+        self, decoder: Decoder, kv: Sequence[KVLayer], lora: Sequence[LoraLayers] | None
     ) -> NativeDecoder | None:
         """As the native kernels want it; made once. None where they do not take it."""
-        layer = decoder.layers[0]
-        linears = (layer.qkv, layer.o, layer.gate_up, layer.down)
-        if self._native is None or not all(self._takes_rows(packed, rows) for packed in linears):
+        if self._native is None:
             return None
         for known in self._described:
-            if known.is_of(decoder, kv, lora):
-                return known
-        native = self._native.describe(decoder, kv, lora)
-        if native is not None:
-            self._described.append(native)
+            if known.decoder is decoder and known.kv is kv and known.lora is lora:
+                return known.native
+        native = self._native.describe(decoder, kv, lora, _FEW_ROWS)
+        self._described.append(_Described(decoder, kv, lora, native))
         return native
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from model_server import adapter_loader
 from model_server.adapter_bank import HostAdapter
 from model_server.adapter_layout import load_adapter
 from model_server.adapter_loader import AdapterLoader
@@ -67,10 +69,17 @@ def test_what_it_lays_out_arrives(loading: Loading, tiny: TinyModel, files: Hugg
 def test_bad_files_fail_their_own_adapter_only(loading: Loading, tiny: TinyModel, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_bytes((tiny.adapters["q4"] / "adapter_config.json").read_bytes())
     (tmp_path / "adapter_model.safetensors").write_bytes(b"nothing of the kind")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "adapter_config.json").write_bytes((tiny.adapters["q4"] / "adapter_config.json").read_bytes())
+    save_file({}, empty / "adapter_model.safetensors")
+    nothing = loading.start("nothing", empty)
     damaged, missing = loading.start("damaged", tmp_path), loading.start("missing", tmp_path / "nowhere")
     good = loading.start("good", tiny.adapters["q4"])
-    results = dict(loading.results.get(timeout=TIMEOUT_S) for _ in range(3))
+    results = dict(loading.results.get(timeout=TIMEOUT_S) for _ in range(4))
     assert isinstance(results[good], HostAdapter)
+    refusal = results[nothing]
+    assert isinstance(refusal, Failure) and refusal.code == "FAILED_PRECONDITION" and "no module" in refusal.message
     for ref in (damaged, missing):
         failure = results[ref]
         assert isinstance(failure, Failure) and failure.damaged_files and ref.adapter_id in failure.message
@@ -99,8 +108,64 @@ def test_it_ends_with_its_user(files: HuggingFaceDirectory) -> None:
     process = loading.loader._process
     assert process is not None
     loading.loader.close()
-    assert process.poll() is not None
+    assert process.poll() == 0, "it had to be killed"
     assert loading.results.empty()
+
+
+def test_no_process_to_be_had_fails_the_adapter_and_not_the_next(
+    loading: Loading, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        loading.loader.prepare()
+        loading.start("first", tiny.adapters["q4"])
+        failure = loading.results.get(timeout=TIMEOUT_S)[1]
+        assert isinstance(failure, Failure) and failure.code == "UNAVAILABLE" and "first" in failure.message
+    loading.start("again", tiny.adapters["q4"])
+    assert isinstance(loading.results.get(timeout=TIMEOUT_S)[1], HostAdapter)
+
+
+def test_what_cannot_be_mapped_fails_alone(loading: Loading, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_loader, "map_file", refuse)
+        loading.start("first", tiny.adapters["q4"])
+        failure = loading.results.get(timeout=TIMEOUT_S)[1]
+        assert isinstance(failure, Failure) and failure.code == "RESOURCE_EXHAUSTED"
+    process_id = loading.process_id
+    loading.start("again", tiny.adapters["q4"])
+    assert isinstance(loading.results.get(timeout=TIMEOUT_S)[1], HostAdapter)
+    assert loading.process_id == process_id
+
+
+def test_a_lost_thread_of_messages_fails_what_was_under_way(
+    loading: Loading, tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when descriptors run out while one is on its way: the next message cannot be told from it."""
+
+    def refuse(*_: object) -> int:
+        raise RuntimeError("received 0 items of ancdata")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapter_loader.reduction, "recv_handle", refuse)
+        loading.start("first", tiny.adapters["q4"])
+        failure = loading.results.get(timeout=TIMEOUT_S)[1]
+        assert isinstance(failure, Failure) and "ancdata" in failure.message
+    loading.start("again", tiny.adapters["q4"])
+    assert isinstance(loading.results.get(timeout=TIMEOUT_S)[1], HostAdapter)
+
+
+def test_an_adapter_takes_no_descriptor(loading: Loading, tiny: TinyModel) -> None:
+    results = []
+    for index in range(3):
+        loading.start(f"a{index}", tiny.adapters["q4"])
+        results.append(loading.results.get(timeout=TIMEOUT_S)[1])
+        if index == 0:
+            before = len(list(Path("/proc/self/fd").iterdir()))
+    assert all(isinstance(result, HostAdapter) for result in results)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_weights_outlive_the_loader_and_are_freed_with_the_last_tensor(loading: Loading, tiny: TinyModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,51 @@ def test_the_more_important_are_not_held_back_by_the_less_important() -> None:
     for _ in range(2):
         world.step()
     assert urgent.tokens, "its prompt of one step took more"
+
+
+@pytest.mark.parametrize("prompt", [500, 1500])
+@pytest.mark.parametrize("crowd_priority", [0, 1])
+def test_a_light_tenant_is_not_starved_by_a_crowd(prompt: int, crowd_priority: int) -> None:
+    """The crowd's prompts may slow its own decodes, the light one's only a little: that must not make it wait for them."""
+    world = World(num_pages=16384, max_batch_tokens=320, max_prefill_tokens=256, max_running=32, ageing_s=1000)
+    for _ in range(60):
+        world.submit(prompt, 60, tenant="crowd", priority=crowd_priority)
+    while not any(len(user.tokens) > 5 for user in world.users.values()):
+        world.step()
+    light = world.submit(20, 5, tenant="light")
+    started = len([user for user in world.users.values() if user.started_s is not None])
+    while not light.tokens:
+        world.step()
+    passed = len([user for user in world.users.values() if user.started_s is not None]) - started - 1
+    # A crowd's chunk that was begun, its own three chunks, and who started meanwhile.
+    assert world.clock.now_s - light.submitted_s < 1.5
+    assert passed <= 4
+    world.run()
+    world.check_answers()
+
+
+def test_strangers_share_what_others_decodes_allow() -> None:
+    """A short prompt does not wait for another stranger's long one, and the crowd's newcomers wait for neither."""
+    world = World(num_pages=4096, max_prefill_tokens=64, max_batch_tokens=128, max_bypass=3, ageing_s=1000)
+    decoding(world, tenant="crowd")
+    world.submit(4000, 2, tenant="first")
+    world.step()
+    second = world.submit(8, 2, tenant="second")
+    crowd: list[User] = []
+
+    def more() -> None:
+        if not second.tokens:
+            crowd.append(world.submit(4, 20, tenant="crowd"))
+            world.at(world.clock.now_s + 0.02, more)
+
+    more()
+    before_s = world.clock.now_s
+    while not second.tokens:
+        assert world.step()
+    assert world.clock.now_s - before_s < 0.2
+    assert sum(bool(user.tokens) for user in crowd) >= len(crowd) - 2
+    world.run()
+    world.check_answers()
 
 
 def test_high_priority_takes_the_only_seat_and_low_still_ends() -> None:
@@ -232,8 +278,9 @@ def test_limits_that_cannot_work_are_refused() -> None:
         Limits(page_size=4, max_batch_tokens=4, max_running=8)
     with pytest.raises(ValueError, match="max_prefill_tokens"):
         Limits(page_size=4, max_prefill_tokens=0)
-    with pytest.raises(ValueError, match="max_slowdown"):
-        Limits(page_size=4, max_slowdown=0.9)
+    for slowdown in (0.9, math.inf, math.nan):
+        with pytest.raises(ValueError, match="max_slowdown"):
+            Limits(page_size=4, max_slowdown=slowdown)
 
 
 def test_a_cold_adapter_stalls_only_its_own_requests() -> None:
