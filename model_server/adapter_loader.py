@@ -94,10 +94,10 @@ class AdapterLoader:
         if process is None or pipe is None or reader is None:
             return
         # Closing alone would not wake the reader, nor reach the process while the reader holds the other end.
-        with socket.socket(fileno=os.dup(pipe.fileno())) as end, contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
-        reader.join()
-        pipe.close()
+            reader.join()
+            pipe.close()
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
@@ -111,8 +111,13 @@ class AdapterLoader:
             with theirs:
                 process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             reader = threading.Thread(target=self._read, args=(ours, process), name="adapter-loader", daemon=True)
+            try:
+                reader.start()
+            except RuntimeError as error:
+                process.kill()
+                process.wait()
+                raise OSError(str(error)) from error
             self._process, self._pipe, self._reader = process, ours, reader
-            reader.start()
             with contextlib.suppress(OSError):  # as in `start`
                 ours.send(self._setup)
         return self._pipe
@@ -138,7 +143,10 @@ class AdapterLoader:
             self._process = self._pipe = self._reader = None
             self._pending.clear()
         process.kill()  # where it lives
-        status = process.wait()
+        try:
+            status: int | str = process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            status = "unknown"
         pipe.close()
         for ref in failed:
             reason = f"the process that loads adapters was lost, status {status} ({type(error).__name__}: {error})"

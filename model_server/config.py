@@ -48,8 +48,8 @@ class Config(BaseSettings):
 
     max_batch_tokens: int = Field(default=512, ge=1)
     max_prefill_tokens: int = Field(default=256, ge=1)
-    # How much longer a step takes for prefill beside other tenants' decodes, learnt from the steps themselves; 8 tokens it
-    # always takes. CPU only: on a GPU that computes prompts beside decodes at little cost, max_prefill_tokens says it all.
+    # How much longer a step takes for prefill beside other tenants' decodes; 8 tokens it always takes on. CPU only: on a GPU,
+    # which computes prompts beside decodes at little cost, max_prefill_tokens says it all.
     max_slowdown: float = Field(default=1.25, ge=1, allow_inf_nan=False)
     max_running: int = Field(default=64, ge=1)
     # Requests inside the server, running ones included. More are refused with RESOURCE_EXHAUSTED.

@@ -18,7 +18,7 @@ from model_server.page_pool import PagePool
 from model_server.prefix_cache import PrefixCache
 from model_server.request import AdapterRef, Finish, Request, State
 from model_server.runner import Chunk, Runner, StepResult
-from model_server.scheduler import Limits, Plan, Scheduler
+from model_server.scheduler import Limits, Scheduler
 
 STATUS_INTERVAL_S = 0.1
 # Adapters on their way from the store to host memory at a time.
@@ -203,31 +203,19 @@ class Engine:
         plan = self.scheduler.schedule(now_s)
         for request in plan.admitted:
             self._emit(messages.Started(self._keys[request], request.num_cached))
-        loading_s = self._clock()
         for load in plan.loads:
             self._runner.load_adapter(load.index, load.rows, load.weights)
         for ref in [ref for ref in self._pinning if ref in self.scheduler.bank.pinned]:
             self._answer_pins(ref, None)
         if plan.chunks:
-            started_s = self._clock()
             result = self._runner.run(plan.chunks, plan.ahead)
             self._step += 1
-            self._record_pace(plan, started_s - loading_s, self._clock() - started_s)
             self._apply(plan.chunks, result)
             self._ask_for_adapters()  # what has ended gave memory back, and there may be no next step
         if self._check_every_step:
             self.scheduler.check_integrity()
         self._report_status()
         return bool(plan.chunks)
-
-    def _record_pace(self, plan: Plan, loading_s: float, running_s: float) -> None:
-        pace = self.scheduler.pace
-        if pace is None:
-            return
-        decodes = sum(chunk.length == 1 for chunk in plan.chunks)
-        pace.record(decodes, sum(chunk.length for chunk in plan.chunks) - decodes, running_s)
-        if plan.loads:
-            pace.record_loads(len(plan.loads), loading_s)
 
     def rest(self) -> None:
         """For when there is nothing to do and everything is sent: verifies the books, now and then."""

@@ -28,6 +28,7 @@ class RunnerInfo:
     context_length: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    fixed_rows: float | None = None  # a step of n rows takes as long as n + fixed_rows rows; None: not measured
     loads_ahead: bool = False  # a load given to `run` goes on beside the step and takes no time from it
 
 

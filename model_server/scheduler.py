@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from model_server.adapter_bank import AdapterBank, Load
-from model_server.pace import Pace
 from model_server.page_pool import PagePool
 from model_server.prefix_cache import PrefixCache
 from model_server.request import AdapterRef, Request, State
@@ -26,6 +25,13 @@ from model_server.waiting_queue import WaitingQueue
 
 # Waiting requests that do not fit, looked past in one step: bounds what a long queue costs each step.
 _MAX_LOOKAHEAD = 64
+# The same for those that are held back for the sake of others' decodes.
+_MAX_HELD = 256
+# Beside others' decodes: tokens of prompts that a step takes on however few decodes there are; how many requests share what it
+# takes on; how many tokens copying an adapter counts as.
+_LEAST_TOKENS = 8
+_MAX_SHARES = 3
+_LOAD_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,7 @@ class Limits:
     max_batch_tokens: int = 512
     max_prefill_tokens: int = 256  # per step: bounds how long one makes decodes and newcomers wait
     max_slowdown: float | None = 1.25  # of a step's decodes by other tenants' prefill; None: as far as the above goes
+    fixed_rows: float = 0.0  # a step of n rows takes as long as n + fixed_rows rows
     max_running: int = 64
     max_bypass: int = 16  # admissions past a request that does not fit, before it is waited for
     ageing_s: float = 5.0
@@ -62,32 +69,40 @@ class _PrefillBudget:
 
     A tenant's newcomers may slow its own decodes as much as `max_prefill_tokens` lets them: the sooner a batch is full, the
     more tokens all get. Those of other tenants, unless they are more important, together slow a tenant's decodes by
-    `max_slowdown` at most.
+    `max_slowdown` at most, or by _LEAST_TOKENS where that is more; and nobody is held back so for longer than `ageing_s`.
     """
 
-    def __init__(self, most: int, beside: int | None, decoding: Iterable[tuple[int, str]]) -> None:
-        """`most` in all, `beside` the decodes of each tenant by others (None: no limit); `decoding`: (effective class,
-        tenant) of each decode."""
+    def __init__(self, limits: Limits, most: int, decoding: Collection[Request], ageing_s: float) -> None:
+        """`most` in all."""
         self.left = most
-        self._beside: dict[str, int] = {}  # tenant that decodes -> what others may still do
-        self._best: dict[str, int] = {}  # and its most important decode
-        if beside is None:
+        self._ageing_s = ageing_s
+        self._beside: dict[str, int] = {}  # tenant that decodes -> what others may still take on
+        self._best: dict[
+            str, int
+        ] = {}  # and its most important decode, as asked: no decode gets more important by its age
+        if limits.max_slowdown is None:
             return
-        for rank, tenant in decoding:
-            self._beside[tenant] = beside
-            self._best[tenant] = max(rank, self._best.get(tenant, rank))
+        beside = max(_LEAST_TOKENS, int((limits.max_slowdown - 1) * (len(decoding) + limits.fixed_rows)))
+        for request in decoding:
+            self._beside[request.tenant] = beside
+            self._best[request.tenant] = max(request.priority, self._best.get(request.tenant, request.priority))
 
-    def of(self, rank: int, tenant: str) -> int:
-        return min(self.left, *(self._beside[other] for other in self._slowed(rank, tenant)), self.left)
+    def of(self, request: Request, now_s: float) -> int:
+        return min([self.left, *(self._beside[tenant] for tenant in self._spared(request, now_s))])
 
-    def take(self, rank: int, tenant: str, tokens: int, loads: int = 0) -> None:
-        """`loads`: what copying adapters costs, in tokens. It counts beside others only: alone nobody minds."""
+    def spares(self, request: Request, now_s: float) -> bool:
+        """Whether others' decodes limit it."""
+        return any(True for _ in self._spared(request, now_s))
+
+    def take(self, request: Request, now_s: float, tokens: int, num_loads: int = 0) -> None:
+        """Copying an adapter counts beside others only: alone nobody minds."""
         self.left -= tokens
-        for other in self._slowed(rank, tenant):
-            self._beside[other] = max(0, self._beside[other] - tokens - loads)
+        for tenant in self._spared(request, now_s):
+            self._beside[tenant] = max(0, self._beside[tenant] - tokens - _LOAD_TOKENS * num_loads)
 
-    def _slowed(self, rank: int, tenant: str) -> Iterator[str]:
-        return (other for other, best in self._best.items() if other != tenant and best >= rank)
+    def _spared(self, request: Request, now_s: float) -> Iterator[str]:
+        if now_s - request.arrived_s < self._ageing_s:
+            yield from (t for t, best in self._best.items() if t != request.tenant and best >= request.priority)
 
 
 class Scheduler:
@@ -96,7 +111,6 @@ class Scheduler:
         self.pool = pool
         self.bank = bank
         self.prefix_cache = prefix_cache
-        self.pace = Pace(limits.max_slowdown) if limits.max_slowdown is not None else None
         self.waiting = WaitingQueue(limits.ageing_s)
         self.parked: dict[AdapterRef, list[Request]] = {}
         self.running: dict[Request, None] = {}
@@ -197,19 +211,9 @@ class Scheduler:
             elif self._grow(request, by_importance, plan):
                 plan.chunks.append(Chunk(request, request.num_computed, 1, samples=True))
                 budget -= 1
-        prefill = _PrefillBudget(
-            min(budget, self.limits.max_prefill_tokens),
-            self.pace.prefill_tokens(len(plan.chunks)) if self.pace is not None else None,
-            [(self.waiting.effective_class(chunk.request, now_s), chunk.request.tenant) for chunk in plan.chunks],
-        )
-        # First those who take little because of others' decodes: they would wait for every earlier prompt of a crowd. They
-        # share that little, with one more who may be admitted, so that none waits for another's long prompt.
-        spared = [r for r in prefilling if r in self.running and self._allowed(r, now_s, prefill) < prefill.left]
-        for index, request in enumerate(spared):
-            self._chunk(request, now_s, prefill, plan, shares=len(spared) - index + bool(self.waiting))
-        for request in prefilling:
-            if request in self.running and request not in spared:
-                self._chunk(request, now_s, prefill, plan)
+        most = min(budget, self.limits.max_prefill_tokens)
+        prefill = _PrefillBudget(self.limits, most, [c.request for c in plan.chunks], self.limits.ageing_s)
+        self._continue(prefilling, now_s, prefill, plan)
         order = self.waiting.in_order(now_s)
         left = self._admit(order, now_s, prefill, plan) if prefill.left else []
         if self.limits.prefetch and plan.chunks:
@@ -243,14 +247,29 @@ class Scheduler:
     def _importance(self, request: Request, now_s: float) -> tuple[int, float]:
         return self.waiting.effective_class(request, now_s), -request.arrived_s
 
+    def _continue(self, prefilling: list[Request], now_s: float, budget: _PrefillBudget, plan: Plan) -> None:
+        """Class by class, and in each first those that take little because of others' decodes, which otherwise would wait
+        for every earlier prompt of a crowd. A few of them share that little, so that a short prompt does not wait for a
+        long one, and where there are fewer a newcomer may join."""
+        spared = [r for r in prefilling if budget.spares(r, now_s)]
+        shares = min(_MAX_SHARES, len(spared) + self._may_join(now_s, budget))
+        by_class = [(-self.waiting.effective_class(r, now_s), not budget.spares(r, now_s), r) for r in prefilling]
+        for _, unlimited, request in sorted(by_class, key=lambda entry: entry[:2]):
+            if request not in self.running:
+                continue  # it gave way
+            self._chunk(request, now_s, budget, plan, 1 if unlimited else max(1, shares))
+            shares -= not unlimited
+
+    def _may_join(self, now_s: float, budget: _PrefillBudget) -> bool:
+        """Whether there is room for one more of those whom others' decodes limit, and one that waits."""
+        first = islice(self.waiting, _MAX_LOOKAHEAD)
+        return len(self.running) < self.limits.max_running and any(budget.spares(request, now_s) for request in first)
+
     def _chunk(self, request: Request, now_s: float, budget: _PrefillBudget, plan: Plan, shares: int = 1) -> None:
-        length = min(request.num_uncomputed, -(-self._allowed(request, now_s, budget) // shares))
+        length = min(request.num_uncomputed, -(-budget.of(request, now_s) // shares))
         if length:
             plan.chunks.append(Chunk(request, request.num_computed, length, length == request.num_uncomputed))
-            budget.take(self.waiting.effective_class(request, now_s), request.tenant, length)
-
-    def _allowed(self, request: Request, now_s: float, budget: _PrefillBudget) -> int:
-        return budget.of(self.waiting.effective_class(request, now_s), request.tenant)
+            budget.take(request, now_s, length)
 
     def _grow(self, request: Request, by_importance: list[Request], plan: Plan) -> bool:
         """A page for the token to be fed, taken from the least important if need be. False: `request` itself gave way."""
@@ -266,13 +285,19 @@ class Scheduler:
 
     def _admit(self, order: Iterator[Request], now_s: float, budget: _PrefillBudget, plan: Plan) -> list[Request]:
         """Returns the requests that it took from `order` and did not admit."""
-        passed: list[Request] = []
+        left: list[Request] = []
+        passed: list[Request] = []  # of these, who did not fit; the others are held back for the sake of decodes
         preempted_before = len(plan.preempted)
         for request in order:
             if request in plan.preempted:
                 continue
-            held = not self._allowed(request, now_s, budget)  # for the sake of others' decodes
-            if held or not self._make_room(request, now_s, plan):
+            if not budget.of(request, now_s):
+                left.append(request)
+                if len(left) - len(passed) >= _MAX_HELD:
+                    break
+                continue
+            if not self._make_room(request, now_s, plan):
+                left.append(request)
                 passed.append(request)
                 if len(self.running) >= self.limits.max_running or request.num_bypassed >= self.limits.max_bypass:
                     break
@@ -282,9 +307,7 @@ class Scheduler:
             loads_before = len(plan.loads)
             self._start(request, now_s, plan)
             self._chunk(request, now_s, budget, plan)
-            if self.pace is not None and len(plan.loads) > loads_before:
-                rank = self.waiting.effective_class(request, now_s)
-                budget.take(rank, request.tenant, 0, loads=self.pace.load_tokens * (len(plan.loads) - loads_before))
+            budget.take(request, now_s, 0, len(plan.loads) - loads_before)
             for other in passed:
                 other.num_bypassed += 1
             if not budget.left or any(other.num_bypassed >= self.limits.max_bypass for other in passed):
@@ -292,7 +315,7 @@ class Scheduler:
         if len(plan.preempted) > preempted_before:
             gone = set(plan.preempted)
             plan.chunks = [chunk for chunk in plan.chunks if chunk.request not in gone]
-        return passed
+        return left
 
     def _prefetch(self, order: Iterable[Request], plan: Plan) -> Load | None:
         """One load for the first request in `order` whose adapter is not on the device, so that its admission waits for

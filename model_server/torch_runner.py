@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from model_server.adapter_layout import GroupWeights
 from model_server.decode_graphs import DecodeGraphs
 from model_server.model_config import ModelConfig
 from model_server.models.llama import LlamaModel, lora_groups
+from model_server.request import Request, Sampling
 from model_server.runner import Chunk, RunnerInfo, Sampled, StepResult
 from model_server.sampler import Sampler, SamplingOps, with_logprobs
 
@@ -26,6 +28,7 @@ _SMALLEST_RANK = 16
 # Kernels address one layer's K or V with 32 bits.
 _MAX_LAYER_VALUES = 2**31 - 1
 _MAX_NAME = 128
+_MEASURED_ROWS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,9 @@ class TorchRunner:
             context_length=context_length,
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
+            fixed_rows=self._measure_fixed_rows()
+            if device.type == "cpu" and num_pages >= _MEASURED_ROWS // PAGE_SIZE
+            else None,
             loads_ahead=self._copies is not None,
         )
 
@@ -152,6 +158,21 @@ class TorchRunner:
         return KVLayer(
             torch.empty(shape, dtype=dtype, device=self._device), torch.empty(shape, dtype=dtype, device=self._device)
         )
+
+    @torch.inference_mode()
+    def _measure_fixed_rows(self) -> float:
+        """See RunnerInfo. Prompts of nobody, into pages that nobody has yet."""
+
+        def seconds(rows: int) -> float:
+            request = Request("", [0] * rows, Sampling(max_tokens=1), page_table=list(range(-(-rows // PAGE_SIZE))))
+            step = batch_tensors.build([Chunk(request, 0, rows, samples=True)], PAGE_SIZE, self._device)
+            started_s = time.perf_counter()
+            self._forward(step.token_ids, step.batch, step.logit_rows)
+            return time.perf_counter() - started_s
+
+        one_s, many_s = (min(seconds(rows) for _ in range(3)) for rows in (1, _MEASURED_ROWS))
+        row_s = max(many_s - one_s, 1e-9) / (_MEASURED_ROWS - 1)
+        return max(0.0, one_s / row_s - 1)
 
     @property
     def info(self) -> RunnerInfo:

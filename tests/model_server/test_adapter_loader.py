@@ -102,9 +102,10 @@ def test_when_it_is_killed_what_was_under_way_fails_and_the_next_starts_another(
     assert loading.process_id != killed
 
 
-def test_it_ends_with_its_user(files: HuggingFaceDirectory) -> None:
+def test_it_ends_with_its_user(files: HuggingFaceDirectory, tiny: TinyModel) -> None:
     loading = Loading(files)
-    loading.loader.prepare()
+    loading.start("a", tiny.adapters["q4"])
+    loading.results.get(timeout=TIMEOUT_S)
     process = loading.loader._process
     assert process is not None
     loading.loader.close()

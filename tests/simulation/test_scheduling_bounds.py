@@ -127,28 +127,94 @@ def test_a_light_tenant_is_not_starved_by_a_crowd(prompt: int, crowd_priority: i
     world.check_answers()
 
 
-def test_strangers_share_what_others_decodes_allow() -> None:
-    """A short prompt does not wait for another stranger's long one, and the crowd's newcomers wait for neither."""
-    world = World(num_pages=4096, max_prefill_tokens=64, max_batch_tokens=128, max_bypass=3, ageing_s=1000)
-    decoding(world, tenant="crowd")
-    world.submit(4000, 2, tenant="first")
+def crowded(num_strangers: int, prompt: int, **limits: Any) -> tuple[World, list[User]]:
+    """Tenant "crowd" decodes for long; so many others come, each with such a prompt."""
+    world = World(num_pages=16384, max_prefill_tokens=64, max_batch_tokens=128, max_running=64, **limits)
+    for _ in range(2):
+        world.submit(4, 3000, tenant="crowd")
     world.step()
-    second = world.submit(8, 2, tenant="second")
-    crowd: list[User] = []
+    strangers = [world.submit(prompt, 2, tenant=f"stranger{index}") for index in range(num_strangers)]
+    world.step()
+    return world, strangers
 
-    def more() -> None:
-        if not second.tokens:
-            crowd.append(world.submit(4, 20, tenant="crowd"))
-            world.at(world.clock.now_s + 0.02, more)
 
-    more()
+def test_a_crowds_newcomers_do_not_wait_for_strangers_that_its_decodes_hold_back() -> None:
+    world, strangers = crowded(12, 2000, ageing_s=1000, max_bypass=3)
+    newcomers: list[User] = []
+    for _ in range(30):
+        newcomers.append(world.submit(8, 2, tenant="crowd"))
+        for _ in range(5):
+            world.step()
+    waits = [user.started_s - user.submitted_s for user in newcomers[:-1] if user.started_s is not None]
+    assert len(waits) == 29 and max(waits) < 0.1
+    assert not any(user.tokens for user in strangers)
+    world.run()
+    ends = sorted(finished(user) for user in strangers)
+    assert ends[0] < ends[-1] / 2, "all crawled, none got done"
+    world.check_answers()
+
+
+def test_a_short_prompt_does_not_wait_for_a_strangers_long_one() -> None:
+    world, _ = crowded(1, 4000, ageing_s=1000)
+    short = world.submit(8, 2, tenant="short")
     before_s = world.clock.now_s
-    while not second.tokens:
+    while not short.tokens:
         assert world.step()
     assert world.clock.now_s - before_s < 0.2
-    assert sum(bool(user.tokens) for user in crowd) >= len(crowd) - 2
     world.run()
     world.check_answers()
+
+
+def test_nobody_is_held_back_for_longer_than_ageing() -> None:
+    world, strangers = crowded(12, 500, ageing_s=1.0)
+    while not all(user.tokens for user in strangers):
+        assert world.step()
+    # From then on as fast as the machine is: 12 prompts of 500 tokens, 64 a step of 44 ms.
+    assert world.clock.now_s < 1.0 + 12 * 500 / 64 * 0.050
+    world.run()
+    world.check_answers()
+
+
+@pytest.mark.parametrize("seats", [2, 3, 8])
+def test_a_long_prompt_gets_all_that_is_allowed_when_nobody_can_share_it(seats: int) -> None:
+    world = World(num_pages=4096, max_prefill_tokens=64, max_batch_tokens=128, max_running=seats, ageing_s=1000)
+    world.submit(4, 3000, tenant="crowd")
+    world.step()
+    long = world.submit(800, 2, tenant="long")
+    world.step()
+    for _ in range(10):
+        world.submit(8, 2000, tenant="crowd")
+    steps = 0
+    while not long.tokens:
+        assert world.step()
+        steps += 1
+    assert steps <= 800 / 8 + 2
+
+
+def test_who_is_spared_little_does_not_go_before_the_more_important() -> None:
+    world = World(
+        num_pages=4096, max_batch_tokens=320, max_prefill_tokens=256, max_running=64, max_slowdown=10.0, ageing_s=1000
+    )
+    decoding(world, tenant="crowd")
+    normal = world.submit(6000, 2, tenant="normal", priority=1)
+    world.step()
+    urgent = world.submit(3000, 2, tenant="crowd", priority=2)
+    steps = 0
+    while not urgent.tokens:
+        assert world.step()
+        steps += 1
+    assert steps <= 3000 / 256 + 2 and not normal.tokens
+
+
+def test_a_decode_grows_no_more_important_by_its_age() -> None:
+    world = World(num_pages=4096, max_prefill_tokens=64, max_batch_tokens=128, ageing_s=0.1)
+    world.submit(4, 2000, tenant="batch", priority=0)
+    for _ in range(100):
+        world.step()
+    urgent = world.submit(60, 2, tenant="person", priority=2)
+    for _ in range(2):
+        world.step()
+    assert urgent.tokens
 
 
 def test_high_priority_takes_the_only_seat_and_low_still_ends() -> None:

@@ -82,7 +82,8 @@ class World:
         self.broken = broken
         self.fetch_s = fetch_s
         self.runner = SimulatedRunner(info, self.clock)
-        limits = {"max_batch_tokens": 64, "max_prefill_tokens": 32, "max_running": 16} | limits
+        # fixed_rows: of the runner's cost model.
+        limits = {"max_batch_tokens": 64, "max_prefill_tokens": 32, "max_running": 16, "fixed_rows": 20.0} | limits
         self.engine = Engine(
             self.runner,
             self,

@@ -8,14 +8,18 @@
 
 namespace {
 
+// Fewer values than this are not worth waking a thread.
+constexpr int64_t kParallel = 1 << 14;
+
 // `count` values in fp32: as they are, or converted into `buffer`.
 const float* widened(const float* x, int64_t, std::vector<float>&) { return x; }
 template <class T>
 const float* widened(const T* x, int64_t count, std::vector<float>& buffer) {
   buffer.resize(count);
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(buffer.data() + i, load(x + i));
-  for (; i < count; i++) buffer[i] = load_one(x[i]);
+  const int64_t whole = count / kLanes * kLanes;
+#pragma omp parallel for if (count >= kParallel)
+  for (int64_t i = 0; i < whole; i += kLanes) store(buffer.data() + i, load(x + i));
+  for (int64_t i = whole; i < count; i++) buffer[i] = load_one(x[i]);
   return buffer.data();
 }
 
@@ -38,12 +42,15 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
   const float* x = widened(x_rows, rows * l.k, buffer);
   std::vector<Piece> shrinks, expands;
   for (int64_t segment = 0; segment < l.segments; segment++)
-    for (int32_t s = 0; s < l.slices; s++) {
-      const int32_t adapter = l.seg_adapter[segment], rank = l.ranks[adapter * l.slices + s];
-      if (!rank) continue;
-      for (int32_t first = l.seg_indptr[segment]; first < l.seg_indptr[segment + 1]; first += kShrinkRows) {
-        const int32_t last = std::min<int32_t>(first + kShrinkRows, l.seg_indptr[segment + 1]);
-        for (int32_t j = 0; j < rank; j += 4) shrinks.push_back({adapter, first, last, s, j, std::min(j + 4, rank)});
+    for (int32_t first = l.seg_indptr[segment]; first < l.seg_indptr[segment + 1]; first += kShrinkRows) {
+      const int32_t last = std::min<int32_t>(first + kShrinkRows, l.seg_indptr[segment + 1]);
+      const int32_t adapter = l.seg_adapter[segment], *ranks = l.ranks + adapter * l.slices;
+      // Rank rows of all slices lie side by side: one after the other they are one stretch of memory.
+      for (int32_t j = 0; j < *std::max_element(ranks, ranks + l.slices); j += 4)
+        for (int32_t s = 0; s < l.slices; s++)
+          if (j < ranks[s]) shrinks.push_back({adapter, first, last, s, j, std::min(j + 4, ranks[s])});
+      for (int32_t s = 0; s < l.slices; s++) {
+        if (!ranks[s]) continue;
         for (int64_t column = l.offsets[s]; column < l.offsets[s + 1]; column += kExpandColumns)
           expands.push_back({adapter, first, last, s, int32_t(column), int32_t(std::min(column + kExpandColumns, l.offsets[s + 1]))});
       }
@@ -59,14 +66,14 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
       for (int32_t j = 0; j < 4; j++)
         four[j] = a + (l.row_table[p.adapter * l.max_rank + std::min(p.low + j, p.high - 1)] * l.slices + p.slice) * l.k;
       float* to = shrunk.data() + p.first * width + p.slice * l.max_rank;
-      dots(p.last - p.first, [&](int64_t t) { return x + l.order[p.first + t] * l.k; }, four, l.k, [&](int64_t t, Vec4 v) {
+      dots<kNear>(p.last - p.first, [&](int64_t t) { return x + l.order[p.first + t] * l.k; }, four, l.k, [&](int64_t t, Vec4 v) {
         for (int32_t j = p.low; j < p.high; j++) to[t * width + j] = v[j - p.low];
       });
     }
 #pragma omp for schedule(dynamic, 4)
     for (size_t i = 0; i < expands.size(); i++) {
       const Piece& p = expands[i];
-      mix([&](int64_t t) { return y + l.order[p.first + t] * l.n + p.low; }, p.last - p.first,
+      mix<kNear>([&](int64_t t) { return y + l.order[p.first + t] * l.n + p.low; }, p.last - p.first,
           shrunk.data() + p.first * width + p.slice * l.max_rank, width, l.ranks[p.adapter * l.slices + p.slice], p.high - p.low,
           [&](int64_t j) { return b + l.row_table[p.adapter * l.max_rank + j] * l.n + p.low; });
     }

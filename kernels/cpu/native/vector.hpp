@@ -188,12 +188,14 @@ static inline Vec exponential(Vec x) {
   return x == x ? result : x;
 }
 
+// How far ahead, in bytes, weights are asked for where they come from memory in short rows. 0: not at all.
+constexpr int kNear = 256;
+
 // out[t][j] = x[t] . w[j]: ROWS rows of x, four weight vectors, all of length k.
-template <int ROWS, class W>
+template <int ROWS, int AHEAD, class W>
 static inline void dots_tile(const float* const* x, const W* const* w, int64_t k, Vec4* out) {
   Vec total[ROWS][4] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= k; i += kLanes) {
+  auto step = [&](int64_t i) __attribute__((always_inline)) {
     Vec v[ROWS];
 #pragma GCC unroll 8
     for (int t = 0; t < ROWS; t++) v[t] = held(load(x[t] + i));
@@ -203,7 +205,18 @@ static inline void dots_tile(const float* const* x, const W* const* w, int64_t k
 #pragma GCC unroll 8
       for (int t = 0; t < ROWS; t++) total[t][j] = multiply_add(v[t], weight, total[t][j]);
     }
+  };
+  int64_t i = 0;
+  if constexpr (AHEAD > 0) {
+    constexpr int64_t kLine = 64 / sizeof(W);
+    for (; i + kLine <= k; i += kLine) {
+#pragma GCC unroll 8
+      for (int j = 0; j < 4; j++) __builtin_prefetch(reinterpret_cast<const char*>(w[j] + i) + AHEAD, 0, 3);
+#pragma GCC unroll 8
+      for (int64_t u = 0; u < kLine; u += kLanes) step(i + u);
+    }
   }
+  for (; i + kLanes <= k; i += kLanes) step(i);
   if (int rest = int(k - i))
     for (int t = 0; t < ROWS; t++)
       for (int j = 0; j < 4; j++) total[t][j] = multiply_add(load_some(x[t] + i, rest), load_some(w[j] + i, rest), total[t][j]);
@@ -211,7 +224,7 @@ static inline void dots_tile(const float* const* x, const W* const* w, int64_t k
 }
 
 // As dots_tile for any number of rows; `row(t)` is one of x, `take(t, sums)` receives its four results.
-template <class W, class Row, class Take>
+template <int AHEAD = 0, class W, class Row, class Take>
 static inline void dots(int64_t rows, Row row, const W* const* w, int64_t k, Take take) {
   for (int64_t t = 0; t < rows; t += kTileRows) {
     const int count = int(rows - t < kTileRows ? rows - t : kTileRows);
@@ -219,13 +232,13 @@ static inline void dots(int64_t rows, Row row, const W* const* w, int64_t k, Tak
     for (int r = 0; r < count; r++) x[r] = row(t + r);
     Vec4 out[kTileRows];
     switch (count) {
-      case 1: dots_tile<1>(x, w, k, out); break;
-      case 2: dots_tile<2>(x, w, k, out); break;
-      case 3: dots_tile<3>(x, w, k, out); break;
+      case 1: dots_tile<1, AHEAD>(x, w, k, out); break;
+      case 2: dots_tile<2, AHEAD>(x, w, k, out); break;
+      case 3: dots_tile<3, AHEAD>(x, w, k, out); break;
 #ifdef __AVX512F__
-      case 4: dots_tile<4>(x, w, k, out); break;
-      case 5: dots_tile<5>(x, w, k, out); break;
-      case 6: dots_tile<6>(x, w, k, out); break;
+      case 4: dots_tile<4, AHEAD>(x, w, k, out); break;
+      case 5: dots_tile<5, AHEAD>(x, w, k, out); break;
+      case 6: dots_tile<6, AHEAD>(x, w, k, out); break;
 #endif
       default: __builtin_unreachable();
     }
@@ -233,7 +246,7 @@ static inline void dots(int64_t rows, Row row, const W* const* w, int64_t k, Tak
   }
 }
 
-template <int ROWS, int VECTORS, class T, class Row>
+template <int ROWS, int VECTORS, int AHEAD, class T, class Row>
 static inline void mix_tile(T* const* y, int64_t i, const float* c, int64_t ldc, int64_t count, Row row) {
   Vec total[ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -242,6 +255,10 @@ static inline void mix_tile(T* const* y, int64_t i, const float* c, int64_t ldc,
     for (int v = 0; v < VECTORS; v++) total[t][v] = load(y[t] + i + v * kLanes);
   for (int64_t j = 0; j < count; j++) {
     auto* values = row(j) + i;
+    if constexpr (AHEAD > 0)
+#pragma GCC unroll 8
+      for (int l = 0; l < VECTORS * kLanes * int(sizeof(*values)) / 64; l++)
+        __builtin_prefetch(reinterpret_cast<const char*>(values) + AHEAD + 64 * l, 0, 3);
     Vec weights[ROWS];
 #pragma GCC unroll 8
     for (int t = 0; t < ROWS; t++) weights[t] = held(splat(c[t * ldc + j]));
@@ -258,12 +275,12 @@ static inline void mix_tile(T* const* y, int64_t i, const float* c, int64_t ldc,
     for (int v = 0; v < VECTORS; v++) store(y[t] + i + v * kLanes, total[t][v]);
 }
 
-template <int ROWS, class T, class Row>
+template <int ROWS, int AHEAD, class T, class Row>
 static inline void mix_rows(T* const* y, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
   constexpr int kVectors = ROWS == 1 ? 8 : 4;
   int64_t i = 0;
-  for (; i + kVectors * kLanes <= width; i += kVectors * kLanes) mix_tile<ROWS, kVectors>(y, i, c, ldc, count, row);
-  for (; i + kLanes <= width; i += kLanes) mix_tile<ROWS, 1>(y, i, c, ldc, count, row);
+  for (; i + kVectors * kLanes <= width; i += kVectors * kLanes) mix_tile<ROWS, kVectors, AHEAD>(y, i, c, ldc, count, row);
+  for (; i + kLanes <= width; i += kLanes) mix_tile<ROWS, 1, 0>(y, i, c, ldc, count, row);
   for (; i < width; i++)
     for (int t = 0; t < ROWS; t++) {
       float total = load_one(y[t][i]);
@@ -274,18 +291,18 @@ static inline void mix_rows(T* const* y, const float* c, int64_t ldc, int64_t co
 
 // to(t) += sum over j < count of c[t][j] * row(j), vectors of `width` values, for any number of rows t; the sum starts from what
 // is there and is rounded to its storage once.
-template <class To, class Row>
+template <int AHEAD = 0, class To, class Row>
 static inline void mix(To to, int64_t rows, const float* c, int64_t ldc, int64_t count, int64_t width, Row row) {
   for (int64_t t = 0; t < rows;) {
     const int many = rows - t >= kTileRows ? kTileRows : kTileRows > 3 && rows - t >= 3 ? 3 : 1;
     decltype(to(t)) y[kTileRows];
     for (int r = 0; r < many; r++) y[r] = to(t + r);
     if (many == kTileRows)
-      mix_rows<kTileRows>(y, c + t * ldc, ldc, count, width, row);
+      mix_rows<kTileRows, AHEAD>(y, c + t * ldc, ldc, count, width, row);
     else if (many == 3)
-      mix_rows<3>(y, c + t * ldc, ldc, count, width, row);
+      mix_rows<3, AHEAD>(y, c + t * ldc, ldc, count, width, row);
     else
-      mix_rows<1>(y, c + t * ldc, ldc, count, width, row);
+      mix_rows<1, AHEAD>(y, c + t * ldc, ldc, count, width, row);
     t += many;
   }
 }

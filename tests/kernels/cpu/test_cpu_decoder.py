@@ -55,7 +55,7 @@ def make_decoder(
 
 def ran_natively(ops: CpuOps) -> bool:
     [described] = ops._described
-    return described.native is not None
+    return described.native is not None and described.native.max_rows is None
 
 
 def make_lora(count: int, dtype: torch.dtype, generator: torch.Generator) -> list[LoraLayers]:
