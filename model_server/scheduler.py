@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from model_server.adapter_bank import AdapterBank, Load
 from model_server.page_pool import PagePool
+from model_server.prefill_budget import PrefillBudget
 from model_server.prefix_cache import PrefixCache
 from model_server.request import AdapterRef, Request, State
 from model_server.runner import Chunk
@@ -27,11 +28,8 @@ from model_server.waiting_queue import WaitingQueue
 _MAX_LOOKAHEAD = 64
 # The same for those that are held back for the sake of others' decodes.
 _MAX_HELD = 256
-# Beside others' decodes: tokens of prompts that a step takes on however few decodes there are; how many requests share what it
-# takes on; how many tokens copying an adapter counts as.
-_LEAST_TOKENS = 8
+# How many requests share what others' decodes allow.
 _MAX_SHARES = 3
-_LOAD_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,47 +60,6 @@ class Plan:
     ahead: Load | None = None  # to be done beside the chunks: no request of this step needs it
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-
-
-class _PrefillBudget:
-    """How many tokens of prompts one step takes on.
-
-    A tenant's newcomers may slow its own decodes as much as `max_prefill_tokens` lets them: the sooner a batch is full, the
-    more tokens all get. Those of other tenants, unless they are more important, together slow a tenant's decodes by
-    `max_slowdown` at most, or by _LEAST_TOKENS where that is more; and nobody is held back so for longer than `ageing_s`.
-    """
-
-    def __init__(self, limits: Limits, most: int, decoding: Collection[Request], ageing_s: float) -> None:
-        """`most` in all."""
-        self.left = most
-        self._ageing_s = ageing_s
-        self._beside: dict[str, int] = {}  # tenant that decodes -> what others may still take on
-        self._best: dict[
-            str, int
-        ] = {}  # and its most important decode, as asked: no decode gets more important by its age
-        if limits.max_slowdown is None:
-            return
-        beside = max(_LEAST_TOKENS, int((limits.max_slowdown - 1) * (len(decoding) + limits.fixed_rows)))
-        for request in decoding:
-            self._beside[request.tenant] = beside
-            self._best[request.tenant] = max(request.priority, self._best.get(request.tenant, request.priority))
-
-    def of(self, request: Request, now_s: float) -> int:
-        return min([self.left, *(self._beside[tenant] for tenant in self._spared(request, now_s))])
-
-    def spares(self, request: Request, now_s: float) -> bool:
-        """Whether others' decodes limit it."""
-        return any(True for _ in self._spared(request, now_s))
-
-    def take(self, request: Request, now_s: float, tokens: int, num_loads: int = 0) -> None:
-        """Copying an adapter counts beside others only: alone nobody minds."""
-        self.left -= tokens
-        for tenant in self._spared(request, now_s):
-            self._beside[tenant] = max(0, self._beside[tenant] - tokens - _LOAD_TOKENS * num_loads)
-
-    def _spared(self, request: Request, now_s: float) -> Iterator[str]:
-        if now_s - request.arrived_s < self._ageing_s:
-            yield from (t for t, best in self._best.items() if t != request.tenant and best >= request.priority)
 
 
 class Scheduler:
@@ -211,8 +168,13 @@ class Scheduler:
             elif self._grow(request, by_importance, plan):
                 plan.chunks.append(Chunk(request, request.num_computed, 1, samples=True))
                 budget -= 1
-        most = min(budget, self.limits.max_prefill_tokens)
-        prefill = _PrefillBudget(self.limits, most, [c.request for c in plan.chunks], self.limits.ageing_s)
+        prefill = PrefillBudget(
+            min(budget, self.limits.max_prefill_tokens),
+            [chunk.request for chunk in plan.chunks],
+            max_slowdown=self.limits.max_slowdown,
+            fixed_rows=self.limits.fixed_rows,
+            ageing_s=self.limits.ageing_s,
+        )
         self._continue(prefilling, now_s, prefill, plan)
         order = self.waiting.in_order(now_s)
         left = self._admit(order, now_s, prefill, plan) if prefill.left else []
@@ -247,7 +209,7 @@ class Scheduler:
     def _importance(self, request: Request, now_s: float) -> tuple[int, float]:
         return self.waiting.effective_class(request, now_s), -request.arrived_s
 
-    def _continue(self, prefilling: list[Request], now_s: float, budget: _PrefillBudget, plan: Plan) -> None:
+    def _continue(self, prefilling: list[Request], now_s: float, budget: PrefillBudget, plan: Plan) -> None:
         """Class by class, and in each first those that take little because of others' decodes, which otherwise would wait
         for every earlier prompt of a crowd. A few of them share that little, so that a short prompt does not wait for a
         long one, and where there are fewer a newcomer may join."""
@@ -260,12 +222,12 @@ class Scheduler:
             self._chunk(request, now_s, budget, plan, 1 if unlimited else max(1, shares))
             shares -= not unlimited
 
-    def _may_join(self, now_s: float, budget: _PrefillBudget) -> bool:
+    def _may_join(self, now_s: float, budget: PrefillBudget) -> bool:
         """Whether there is room for one more of those whom others' decodes limit, and one that waits."""
         first = islice(self.waiting, _MAX_LOOKAHEAD)
         return len(self.running) < self.limits.max_running and any(budget.spares(request, now_s) for request in first)
 
-    def _chunk(self, request: Request, now_s: float, budget: _PrefillBudget, plan: Plan, shares: int = 1) -> None:
+    def _chunk(self, request: Request, now_s: float, budget: PrefillBudget, plan: Plan, shares: int = 1) -> None:
         length = min(request.num_uncomputed, -(-budget.of(request, now_s) // shares))
         if length:
             plan.chunks.append(Chunk(request, request.num_computed, length, length == request.num_uncomputed))
@@ -283,7 +245,7 @@ class Scheduler:
         request.page_table.append(self.pool.allocate())
         return True
 
-    def _admit(self, order: Iterator[Request], now_s: float, budget: _PrefillBudget, plan: Plan) -> list[Request]:
+    def _admit(self, order: Iterator[Request], now_s: float, budget: PrefillBudget, plan: Plan) -> list[Request]:
         """Returns the requests that it took from `order` and did not admit."""
         left: list[Request] = []
         passed: list[Request] = []  # of these, who did not fit; the others are held back for the sake of decodes
