@@ -1,6 +1,7 @@
 // LoRA over the rank rows of many adapters: shrink is `dots`, expand is `mix`.
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "kernels.hpp"
@@ -23,7 +24,7 @@ const float* widened(const T* x, int64_t count, std::vector<float>& buffer) {
   return buffer.data();
 }
 
-constexpr int64_t kShrinkRows = 64, kExpandColumns = 16 * kLanes;
+constexpr int64_t kShrinkRows = 64, kExpandColumns = 16 * kLanes, kLine = 64 / sizeof(float);
 
 struct Lora {
   const int32_t *order, *seg_indptr, *seg_adapter, *row_table, *ranks;
@@ -41,12 +42,15 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
   std::vector<float> buffer;
   const float* x = widened(x_rows, rows * l.k, buffer);
   std::vector<Piece> shrinks, expands;
+  int32_t largest = 0;  // rank here: what is kept between shrink and expand costs what these adapters need, not what may come
   for (int64_t segment = 0; segment < l.segments; segment++)
     for (int32_t first = l.seg_indptr[segment]; first < l.seg_indptr[segment + 1]; first += kShrinkRows) {
       const int32_t last = std::min<int32_t>(first + kShrinkRows, l.seg_indptr[segment + 1]);
       const int32_t adapter = l.seg_adapter[segment], *ranks = l.ranks + adapter * l.slices;
       // Rank rows of all slices lie side by side: one after the other they are one stretch of memory.
-      for (int32_t j = 0; j < *std::max_element(ranks, ranks + l.slices); j += 4)
+      const int32_t most = *std::max_element(ranks, ranks + l.slices);
+      largest = std::max(largest, most);
+      for (int32_t j = 0; j < most; j += 4)
         for (int32_t s = 0; s < l.slices; s++)
           if (j < ranks[s]) shrinks.push_back({adapter, first, last, s, j, std::min(j + 4, ranks[s])});
       for (int32_t s = 0; s < l.slices; s++) {
@@ -55,8 +59,10 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
           expands.push_back({adapter, first, last, s, int32_t(column), int32_t(std::min(column + kExpandColumns, l.offsets[s + 1]))});
       }
     }
-  const int64_t width = l.slices * l.max_rank;
-  std::vector<float> shrunk(l.seg_indptr[l.segments] * width);  // by place in `order`
+  // By place in `order`. Not cleared: what is read was written. An odd number of cache lines a row, or a column of rows would
+  // share few sets of the cache.
+  const int64_t width = (l.slices * largest + kLine - 1) / kLine * kLine | kLine;
+  const std::unique_ptr<float[]> shrunk(new float[l.seg_indptr[l.segments] * width]);
 #pragma omp parallel
   {
 #pragma omp for schedule(dynamic, 4)
@@ -65,7 +71,7 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
       const T* four[4];
       for (int32_t j = 0; j < 4; j++)
         four[j] = a + (l.row_table[p.adapter * l.max_rank + std::min(p.low + j, p.high - 1)] * l.slices + p.slice) * l.k;
-      float* to = shrunk.data() + p.first * width + p.slice * l.max_rank;
+      float* to = shrunk.get() + p.first * width + p.slice * largest;
       dots<kNear>(p.last - p.first, [&](int64_t t) { return x + l.order[p.first + t] * l.k; }, four, l.k, [&](int64_t t, Vec4 v) {
         for (int32_t j = p.low; j < p.high; j++) to[t * width + j] = v[j - p.low];
       });
@@ -74,7 +80,7 @@ void lora(T* y, const T* x_rows, const T* a, const T* b, const Lora& l, int64_t 
     for (size_t i = 0; i < expands.size(); i++) {
       const Piece& p = expands[i];
       mix<kNear>([&](int64_t t) { return y + l.order[p.first + t] * l.n + p.low; }, p.last - p.first,
-          shrunk.data() + p.first * width + p.slice * l.max_rank, width, l.ranks[p.adapter * l.slices + p.slice], p.high - p.low,
+          shrunk.get() + p.first * width + p.slice * largest, width, l.ranks[p.adapter * l.slices + p.slice], p.high - p.low,
           [&](int64_t j) { return b + l.row_table[p.adapter * l.max_rank + j] * l.n + p.low; });
     }
   }
