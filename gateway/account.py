@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from types import TracebackType
+from typing import Self
 
 from opentelemetry import trace
 
@@ -10,12 +13,15 @@ from gateway.request import Request
 from observability import spans
 from observability.metrics import RequestMetrics
 from protos import common_pb2, gateway_pb2
+from protos.errors import ServiceError
 
 
 class Account:
-    """Opened when a request arrives, fed with its events, closed once. Writes to the span current at its opening."""
+    """Opened when a request arrives, fed with its events, closed once as a context manager, by the error that ended it.
+    Writes to the span current at its opening."""
 
     def __init__(self, metrics: RequestMetrics, streamed: bool) -> None:
+        self.streamed = streamed
         self._metrics = metrics
         self._span = trace.get_current_span()
         self._span.set_attributes({spans.PROVIDER: spans.PROVIDER_NAME, spans.REQUEST_STREAM: streamed})
@@ -25,6 +31,21 @@ class Account:
         self._tenant = ""
         self._base_model = ""
         self._usage = common_pb2.Usage()
+        self._choice_tokens: Counter[int] = Counter()  # by choice
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        match error:
+            case None:
+                self._close(None)
+            case ServiceError():
+                self._close(error.code.name)
+            case Exception():
+                self._close("INTERNAL")  # unforeseen, and what the caller is told
+            case _:
+                self._close("CANCELLED")
 
     @property
     def used_tokens(self) -> int:
@@ -67,6 +88,7 @@ class Account:
             if self._first_token_s is None:
                 self._first_token_s = time.monotonic() - self._started_s
             self._usage.output_tokens += len(event.delta.token_ids)
+            self._choice_tokens[event.delta.choice] += len(event.delta.token_ids)
         elif kind == "accepted":
             self._usage.prompt_tokens = event.accepted.prompt_tokens
             self._base_model = event.accepted.base_model
@@ -90,7 +112,7 @@ class Account:
                 }
             )
 
-    def close(self, error: str | None) -> None:
+    def _close(self, error: str | None) -> None:
         """`error` is the status code's name, None for success."""
         # By base model, not by adapter: thousands of adapters would make thousands of series of every histogram.
         attributes: spans.Attributes = {
@@ -105,5 +127,6 @@ class Account:
             self._first_token_s,
             self._usage.prompt_tokens,
             self._usage.output_tokens,
+            max(self._choice_tokens.values(), default=0),
             error,
         )

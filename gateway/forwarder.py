@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncGenerator
 
@@ -23,6 +24,8 @@ from protos.errors import ServiceError, deadline_exceeded, from_rpc_error, unava
 log = logs.get(__name__)
 _RETRY_AFTER_S = 1.0
 _ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+# gRPC's clock on the way to the wire counts whole milliseconds; with less than this left nothing is sent.
+_SENDING_S = 0.002
 
 
 class Forwarder:
@@ -38,7 +41,8 @@ class Forwarder:
         """The replica's events, Accepted and Finished completed with the gateway's part; always ends with Finished.
 
         `deadline_s` is monotonic time. Raises what the dispatcher raises; a replica's own errors unchanged; UNAVAILABLE
-        when the replica is lost, at once if part of the answer has been passed on, else after the last attempt.
+        when the replica is lost, at once if part of the answer has been passed on, else after the last attempt;
+        DEADLINE_EXCEEDED in the last phase the replica told of, where it does not name one itself in time.
         """
         arrived_s = time.monotonic()
         begun = False
@@ -89,8 +93,9 @@ async def _call(
     replica: Replica, message: model_server_pb2.ServerGenerateRequest, deadline_s: float | None
 ) -> AsyncGenerator[common_pb2.GenerateEvent, None]:
     address = replica.load.address
-    timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+    timeout_s = None if deadline_s is None else _timeout_s(deadline_s - time.monotonic())
     call = replica.stub.Generate(message, timeout=timeout_s, metadata=((REQUEST_ID_KEY, message.request_id),))
+    phase = "queue"  # until Accepted says that the engine has begun
     tokens = 0
     finished = False
     try:
@@ -98,7 +103,9 @@ async def _call(
             kind = event.WhichOneof("event")
             if kind == "delta":
                 tokens += len(event.delta.token_ids)
+                phase = "decode"
             elif kind == "accepted":
+                phase = "prefill"
                 event.accepted.queue_s = message.gateway_queue_s
                 event.accepted.replica = address
             elif kind == "finished":
@@ -107,7 +114,7 @@ async def _call(
             yield event
     except grpc.aio.AioRpcError as error:
         if not finished:  # else the answer is whole, whatever became of the connection
-            raise _explained(error, address, tokens) from error
+            raise _explained(error, address, phase, tokens) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -120,11 +127,25 @@ async def _call(
         raise unavailable(f"model server {address} ended the stream early, after {tokens} tokens", _RETRY_AFTER_S)
 
 
-def _explained(error: grpc.aio.AioRpcError, address: str, tokens: int) -> ServiceError:
+def _timeout_s(remaining_s: float) -> float:
+    """For a call: at most 1 % less than what remains. Raises DEADLINE_EXCEEDED if that is next to nothing.
+
+    The replica answers a margin before the deadline it sees, so that its word on the phase comes before our call is cut.
+    gRPC sends a time in three digits, rounded up: of 100.1 s the replica would see 101. Ours lies just below such a number.
+    """
+    if remaining_s <= _SENDING_S:
+        raise deadline_exceeded("queue")
+    if remaining_s < 1:
+        return remaining_s  # sent to the millisecond
+    digit_s = 10.0 ** (math.floor(math.log10(remaining_s)) - 2)
+    return math.floor(remaining_s / digit_s) * digit_s - _SENDING_S
+
+
+def _explained(error: grpc.aio.AioRpcError, address: str, phase: str, tokens: int) -> ServiceError:
     """What the replica said, or where it said nothing typed, what that means here."""
     reported = from_rpc_error(error)
     if reported.code is grpc.StatusCode.DEADLINE_EXCEEDED and not reported.detail(error_details_pb2.ErrorInfo):
-        return deadline_exceeded("decode" if tokens else "prefill")
+        return deadline_exceeded(phase)
     if reported.code is grpc.StatusCode.UNAVAILABLE and not reported.details:
         return unavailable(f"model server {address} was lost after {tokens} tokens: {reported.message}", _RETRY_AFTER_S)
     return reported

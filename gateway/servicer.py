@@ -20,7 +20,8 @@ from gateway.tenants import Tenants
 from observability import logs
 from observability.metrics import RequestMetrics
 from protos import common_pb2, gateway_pb2, gateway_pb2_grpc, model_server_pb2
-from protos.errors import ServiceError, deadline_exceeded, invalid_argument
+from protos.errors import deadline_exceeded, invalid_argument
+from protos.serving import MAX_MESSAGE_BYTES
 from protos.validation import check_priority, check_prompt, check_sampling
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
@@ -34,14 +35,17 @@ _PRIORITIES = {
 # What fairness expects of a request that does not say, until its Finished tells.
 _EXPECTED_OUTPUT_TOKENS = 256
 _BYTES_PER_TOKEN = 4
-# GenerateUnary's answer is one message: its log probabilities get this much of serving.MAX_MESSAGE_BYTES.
-_MAX_LOGPROBS_BYTES = 3 * 1024 * 1024
+# GenerateUnary's answer is one message. What is not counted, and texts of long tokens, have the rest of it.
+_MAX_ANSWER_BYTES = MAX_MESSAGE_BYTES - 256 * 1024
 _BYTES_PER_LOGPROB = 12
+_BYTES_PER_TOKEN_ID = 4
 # A model server's default for max_tokens is its own affair; it is taken to be no more than this.
 _MOST_DEFAULT_TOKENS = 4096
-# Our deadline lies this much before the caller's, so that the typed error arrives before the call is cut.
+# Our deadline lies this much before the caller's, so that the typed error arrives before the call is cut; and gRPC rounds
+# a time up on its way, so that of what we see the caller may have less.
 _DEADLINE_MARGIN_S = 0.05
 _DEADLINE_MARGIN_SHARE = 0.1
+_ROUNDED_UP_SHARE = 0.01
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,34 +70,37 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
     async def Generate(  # noqa: N802
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> AsyncGenerator[common_pb2.GenerateEvent, None]:
-        async with contextlib.aclosing(self._events(request, context, streamed=True)) as events:
-            async for event in events:
-                yield event
+        with Account(self._metrics, streamed=True) as account:
+            async with contextlib.aclosing(self._events(request, context, account)) as events:
+                async for event in events:
+                    yield event
 
     async def GenerateUnary(  # noqa: N802
         self, request: gateway_pb2.GenerateRequest, context: Any
     ) -> gateway_pb2.GenerateResponse:
         response = gateway_pb2.GenerateResponse()
         texts: list[list[str]] = []
-        for _ in range(max(1, request.sampling.n)):
-            response.choices.add()
-            texts.append([])
-        async with contextlib.aclosing(self._events(request, context, streamed=False)) as events:
-            async for event in events:
-                kind = event.WhichOneof("event")
-                if kind == "delta":
-                    choice = response.choices[event.delta.choice]
-                    texts[event.delta.choice].append(event.delta.text)
-                    choice.token_ids.extend(event.delta.token_ids)
-                    choice.logprobs.extend(event.delta.logprobs)
-                elif kind == "accepted":
-                    response.accepted.CopyFrom(event.accepted)
-                elif kind == "prompt":
-                    response.prompt.CopyFrom(event.prompt)
-                else:
-                    response.finished.CopyFrom(event.finished)
-        for choice, parts in zip(response.choices, texts, strict=True):
-            choice.text = "".join(parts)
+        with Account(self._metrics, streamed=False) as account:
+            async with contextlib.aclosing(self._events(request, context, account)) as events:
+                async for event in events:
+                    kind = event.WhichOneof("event")
+                    if kind == "delta":
+                        choice = response.choices[event.delta.choice]
+                        texts[event.delta.choice].append(event.delta.text)
+                        choice.token_ids.extend(event.delta.token_ids)
+                        choice.logprobs.extend(event.delta.logprobs)
+                    elif kind == "accepted":
+                        response.accepted.CopyFrom(event.accepted)
+                        # Not before: until here nobody may have checked how many are asked for.
+                        for _ in range(max(1, request.sampling.n)):
+                            response.choices.add()
+                            texts.append([])
+                    elif kind == "prompt":
+                        response.prompt.CopyFrom(event.prompt)
+                    else:
+                        response.finished.CopyFrom(event.finished)
+            for choice, parts in zip(response.choices, texts, strict=True):
+                choice.text = "".join(parts)
         return response
 
     async def ListModels(  # noqa: N802
@@ -122,27 +129,18 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
         return response
 
     async def _events(
-        self, message: gateway_pb2.GenerateRequest, context: _Context, streamed: bool
+        self, message: gateway_pb2.GenerateRequest, context: _Context, account: Account
     ) -> AsyncGenerator[common_pb2.GenerateEvent, None]:
-        account = Account(self._metrics, streamed)
-        error: str | None = "CANCELLED"
+        request, forwarded = self._accept(message, context, account.streamed)
+        account.admitted(request, message)
+        deadline_s = _deadline_s(context)
         try:
-            request, forwarded = self._accept(message, context, streamed)
-            account.admitted(request, message)
-            deadline_s = _deadline_s(context)
-            try:
-                async with contextlib.aclosing(self._forwarder.events(request, forwarded, deadline_s)) as events:
-                    async for event in events:
-                        account.event(event)
-                        yield event
-            finally:
-                self._dispatcher.settle(request, account.used_tokens)
-            error = None
-        except ServiceError as failure:
-            error = failure.code.name
-            raise
+            async with contextlib.aclosing(self._forwarder.events(request, forwarded, deadline_s)) as events:
+                async for event in events:
+                    account.event(event)
+                    yield event
         finally:
-            account.close(error)
+            self._dispatcher.settle(request, account.used_tokens)
 
     def _accept(
         self, message: gateway_pb2.GenerateRequest, context: _Context, streamed: bool
@@ -153,7 +151,7 @@ class GenerationServicer(gateway_pb2_grpc.GenerationServicer):
         check_sampling(message.sampling)
         check_priority(message.priority)
         if not streamed:
-            _check_answer_size(message.sampling, self._replicas.context_length)
+            _check_answer_size(message.prompt, message.sampling, self._replicas.context_length)
         adapter = self._resolve(message.target)
         request = Request(
             request_id=logs.request_id() or uuid.uuid4().hex,
@@ -195,7 +193,8 @@ def _deadline_s(context: _Context) -> float | None:
         return None
     if remaining_s <= 0:
         raise deadline_exceeded("queue")
-    return time.monotonic() + remaining_s - min(_DEADLINE_MARGIN_S, remaining_s * _DEADLINE_MARGIN_SHARE)
+    margin_s = min(_DEADLINE_MARGIN_S, remaining_s * _DEADLINE_MARGIN_SHARE) + remaining_s * _ROUNDED_UP_SHARE
+    return time.monotonic() + remaining_s - margin_s
 
 
 def _expected_tokens(message: gateway_pb2.GenerateRequest) -> int:
@@ -208,19 +207,31 @@ def _expected_tokens(message: gateway_pb2.GenerateRequest) -> int:
     return max(1, prompt_tokens) + max(1, message.sampling.n) * output_tokens
 
 
-def _check_answer_size(sampling: common_pb2.SamplingParams, context_length: int) -> None:
-    """INVALID_ARGUMENT where the log probabilities may not fit into one message; `context_length` 0 is unknown."""
-    if not sampling.HasField("logprobs"):
-        return
-    tokens = sampling.max_tokens or _MOST_DEFAULT_TOKENS
-    if context_length:
-        tokens = min(tokens, context_length)
-    num_bytes = max(1, sampling.n) * tokens * (1 + sampling.logprobs) * _BYTES_PER_LOGPROB
-    if num_bytes > _MAX_LOGPROBS_BYTES:
+def _check_answer_size(prompt: common_pb2.Prompt, sampling: common_pb2.SamplingParams, context_length: int) -> None:
+    """INVALID_ARGUMENT where the answer may not fit into one message, naming what takes most of it; `context_length` 0 is
+    unknown."""
+
+    def within_context(tokens: int) -> int:
+        return min(tokens, context_length or tokens)
+
+    # A tokenizer makes no more tokens of a text than it has bytes.
+    prompt_bytes = prompt.ByteSize()
+    prompt_tokens = within_context(len(prompt.token_ids.ids) or prompt_bytes)
+    output_tokens = max(1, sampling.n) * within_context(sampling.max_tokens or _MOST_DEFAULT_TOKENS)
+    parts = {"sampling.max_tokens": output_tokens * (_BYTES_PER_TOKEN + _BYTES_PER_TOKEN_ID)}
+    if sampling.HasField("logprobs"):
+        parts["sampling.logprobs"] = output_tokens * (1 + sampling.logprobs) * _BYTES_PER_LOGPROB
+    if sampling.HasField("prompt_logprobs"):
+        parts["sampling.prompt_logprobs"] = prompt_tokens * (1 + sampling.prompt_logprobs) * _BYTES_PER_LOGPROB
+    if sampling.echo:
+        # Of text and ids it has one already.
+        parts["sampling.echo"] = prompt_bytes + prompt_tokens * _BYTES_PER_TOKEN
+    num_bytes = sum(parts.values())
+    if num_bytes > _MAX_ANSWER_BYTES:
         raise invalid_argument(
-            "sampling.logprobs",
-            f"{sampling.logprobs} for each of {max(1, sampling.n)} × {tokens} tokens may not fit into one message; "
-            "ask for fewer, or call Generate, which streams",
+            max(parts, key=lambda field: parts[field]),
+            f"the answer may take {num_bytes} bytes, more than the {_MAX_ANSWER_BYTES} of one message; "
+            "ask for less, or call Generate, which streams",
         )
 
 

@@ -6,6 +6,7 @@ with Stack(StackConfig(data_dir=Path("data"), replicas=2)) as stack:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -108,17 +109,16 @@ class Stack:
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End all, gateway first, so that what is in flight can finish; after `grace_s` in all, by SIGKILL."""
         deadline = time.monotonic() + grace_s
-        try:
+        with contextlib.ExitStack() as in_any_case:
+            in_any_case.callback(self._spawner.shutdown)
+            for process in self.processes.values():
+                in_any_case.callback(process.kill)
             for tier in ((GATEWAY,), self.model_server_names, (ADAPTER_STORE,)):
                 running = [self.processes[name] for name in tier if name in self.processes]
                 for process in running:
                     process.terminate()
                 for process in running:
                     process.stop(max(0.0, deadline - time.monotonic()))
-        finally:
-            for process in self.processes.values():
-                process.kill()
-            self._spawner.shutdown()
 
     def __enter__(self) -> Self:
         self.start()

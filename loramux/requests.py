@@ -11,6 +11,7 @@ from protos import common_pb2, errors, gateway_pb2
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 Priority: TypeAlias = Literal["low", "normal", "high"]
 
+_BYTES = (bytes, bytearray, memoryview)
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
     "normal": common_pb2.PRIORITY_NORMAL,
@@ -94,7 +95,8 @@ def _target(adapter: str | None, revision: str | None, alias: str | None) -> com
 def _prompt(prompt: Prompt) -> common_pb2.Prompt:
     if isinstance(prompt, str):
         return common_pb2.Prompt(text=_text("prompt.text", prompt))
-    if not isinstance(prompt, Iterable):
+    # Bytes would pass for token ids, each a small number.
+    if not isinstance(prompt, Iterable) or isinstance(prompt, _BYTES):
         raise errors.invalid_argument("prompt", "must be text, token ids or chat messages")
     items = list(prompt)
     if items and isinstance(items[0], Mapping):
@@ -130,6 +132,8 @@ def _sampling(sampling: Sampling) -> common_pb2.SamplingParams:
             raise errors.invalid_argument(f"sampling.{name}", "no such parameter")
         if value is None:
             continue
+        if isinstance(value, _BYTES):
+            raise errors.invalid_argument(f"sampling.{name}", "must not be bytes")
         if name == "stop" and isinstance(value, str):
             value = [value]
         try:

@@ -63,6 +63,7 @@ class ServiceProcess:
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._changed = threading.Condition()
         self._exited = False
+        self._collecting = threading.Lock()
         self._popen: subprocess.Popen[str] | None = None
         self._threads: list[threading.Thread] = []
 
@@ -121,8 +122,8 @@ class ServiceProcess:
     def terminate(self) -> None:
         """Ask it to drain and end."""
         self.expected_to_run = False
-        if self._popen is not None and not self._exited:
-            self._popen.terminate()
+        if self._popen is not None:
+            self._signal(os.kill, signal.SIGTERM)
 
     def stop(self, grace_s: float) -> None:
         """End it: SIGTERM, and after `grace_s` SIGKILL for whatever is left of its group. Returns when all is gone."""
@@ -135,13 +136,9 @@ class ServiceProcess:
         self.expected_to_run = False
         if self._popen is None:
             return
-        self._kill_group()
+        self._signal(os.killpg, signal.SIGKILL)
         for thread in self._threads:
             thread.join()
-        # The kernel takes its time over a process that held gigabytes.
-        deadline = time.monotonic() + _REAP_S
-        while living_members(self.pid) and time.monotonic() < deadline:
-            time.sleep(0.02)
 
     def tail(self) -> str:
         """The last lines it wrote."""
@@ -167,14 +164,25 @@ class ServiceProcess:
         with self._changed:
             self._changed.wait_for(lambda: self._exited or self._popen is None, timeout_s)
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+    def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
+        """To the process or its group, unless it has been collected: from then on the id may be a stranger's."""
+        with self._collecting:
+            if self._started().returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    send(self.pid, number)
 
     def _await_exit(self) -> None:
-        self._started().wait()
+        with contextlib.suppress(ChildProcessError):  # the kernel collects where SIGCHLD is ignored
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         # Its own children would otherwise live on, and hold its output open.
-        self._kill_group()
+        self._signal(os.killpg, signal.SIGKILL)
+        # The kernel takes its time over a process that held gigabytes.
+        deadline = time.monotonic() + _REAP_S
+        while living_members(self.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        # Only now: until it is collected, nobody else can get its id.
+        with self._collecting:
+            self._started().wait()
         self._threads[0].join()
         with self._changed:
             self._exited = True

@@ -40,15 +40,17 @@ class RequestMetrics:
         first_token_s: float | None,
         input_tokens: int = 0,
         output_tokens: int = 0,
+        longest_output: int = 0,
         error: str | None = None,
     ) -> None:
-        """One request ended: `first_token_s` after its start the first token was sent, or None was."""
+        """One request ended: `first_token_s` after its start the first token was sent, or None was. `output_tokens` are
+        those of all choices, which come side by side: the longest of them, `longest_output` tokens, took the time."""
         ended = {**attributes, spans.ERROR_TYPE: error} if error else attributes
         self._duration.record(duration_s, ended)
         if first_token_s is not None:
             self._first_token.record(first_token_s, attributes)
-            if output_tokens > 1:
-                self._per_token.record((duration_s - first_token_s) / (output_tokens - 1), attributes)
+            if longest_output > 1:
+                self._per_token.record((duration_s - first_token_s) / (longest_output - 1), attributes)
         self._input_tokens.add(input_tokens, attributes)
         self._output_tokens.add(output_tokens, attributes)
 

@@ -63,7 +63,7 @@ class GenerationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateUnary(self, request, context):
-        """The same call, answered in one message. `logprobs` that may not fit into one are refused.
+        """The same call, answered in one message. What may not fit into one is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

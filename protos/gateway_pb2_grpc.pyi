@@ -39,7 +39,7 @@ class GenerationStub:
     Generate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _common_pb2.GenerateEvent]
     """Accepted, then Deltas, then one Finished."""
     GenerateUnary: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
-    """The same call, answered in one message. `logprobs` that may not fit into one are refused."""
+    """The same call, answered in one message. What may not fit into one is refused."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
     """What may be asked for now."""
 
@@ -49,7 +49,7 @@ class GenerationAsyncStub(GenerationStub):
     Generate: _aio.UnaryStreamMultiCallable[_gateway_pb2.GenerateRequest, _common_pb2.GenerateEvent]  # type: ignore[assignment]
     """Accepted, then Deltas, then one Finished."""
     GenerateUnary: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
-    """The same call, answered in one message. `logprobs` that may not fit into one are refused."""
+    """The same call, answered in one message. What may not fit into one is refused."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
     """What may be asked for now."""
 
@@ -68,7 +68,7 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.GenerateResponse, _abc.Awaitable[_gateway_pb2.GenerateResponse]]:
-        """The same call, answered in one message. `logprobs` that may not fit into one are refused."""
+        """The same call, answered in one message. What may not fit into one is refused."""
 
     @_abc_1.abstractmethod
     def ListModels(

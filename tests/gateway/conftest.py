@@ -2,6 +2,9 @@ import asyncio
 import contextlib
 
 import pytest
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from gateway.app import Gateway
@@ -72,6 +75,22 @@ async def start_world(tmp_path):
             return world
 
         yield start
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The data points of a metric, by its name, of instruments made from here on: `measured("gen_ai...")`."""
+    reader = InMemoryMetricReader()
+    monkeypatch.setattr(metrics, "get_meter", MeterProvider([reader]).get_meter)
+
+    def points(name):
+        data = reader.get_metrics_data()
+        every = [
+            metric for resource in data.resource_metrics for scope in resource.scope_metrics for metric in scope.metrics
+        ]
+        return next(metric.data.data_points for metric in every if metric.name == name)
+
+    return points
 
 
 @pytest.fixture

@@ -51,8 +51,8 @@ def accepted(request):
     return event(accepted=answer)
 
 
-def delta(index, text="x"):
-    return event(delta=pb.Delta(index=index, token_ids=[index], text=text))
+def delta(index, text="x", choice=0):
+    return event(delta=pb.Delta(index=index, token_ids=[index], text=text, choice=choice))
 
 
 def finished(tokens):

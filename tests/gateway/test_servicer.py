@@ -1,6 +1,7 @@
 """The front door over real connections: what is forwarded, refused and found."""
 
 import math
+import tracemalloc
 
 import grpc
 import pytest
@@ -172,6 +173,59 @@ async def test_logprobs_that_may_not_fit_into_one_message_are_refused_before_any
     await world.server.set_status(context_length=512)
     await until(lambda: world.gateway.replicas.context_length == 512)
     assert (await world.stub.GenerateUnary(too_many[0])).choices[0].text, "the context ends before"
+
+
+async def test_prompt_and_output_share_one_message(start_world):
+    world = await start_world(answers())
+    await world.server.set_status(context_length=8192)
+    await until(lambda: world.gateway.replicas.context_length == 8192)
+
+    def scored(num_prompt, **sampling):
+        request = ask(**sampling)
+        request.prompt.token_ids.ids.extend([5] * num_prompt)
+        return request
+
+    too_large = [
+        (scored(7400, prompt_logprobs=20, max_tokens=780, n=16, logprobs=20), "sampling.logprobs"),
+        (scored(8100, prompt_logprobs=20, max_tokens=480, n=16, logprobs=20), "sampling.prompt_logprobs"),
+        # A text may have as many tokens as bytes.
+        (ask(text="x" * 7400, prompt_logprobs=20, max_tokens=780, n=16, logprobs=20), "sampling.logprobs"),
+        (ask(text="x" * 1_000_000, echo=True, max_tokens=750, n=16, logprobs=20), "sampling.logprobs"),
+    ]
+    for request, field in too_large:
+        error = await refusal(world.stub.GenerateUnary(request))
+        assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+    assert world.server.requests == []
+    assert (await world.stub.Generate(too_large[0][0]).read()).HasField("accepted"), "streams have no such limit"
+    for request in (
+        scored(7400, prompt_logprobs=20, max_tokens=780, logprobs=20),
+        scored(100, prompt_logprobs=20, max_tokens=780, n=16, logprobs=20),
+        ask(text="x" * 1_000_000, echo=True, max_tokens=780, n=16),
+    ):
+        assert (await world.stub.GenerateUnary(request)).choices[0].text
+
+
+async def test_output_alone_that_may_not_fit_into_one_message_is_refused(start_world):
+    world = await start_world(answers())
+    await world.server.set_status(context_length=131_072)
+    await until(lambda: world.gateway.replicas.context_length == 131_072)
+    error = await refusal(world.stub.GenerateUnary(ask(max_tokens=100_000, n=16)))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "sampling.max_tokens")
+    assert (await world.stub.GenerateUnary(ask(n=16))).choices[0].text
+
+
+async def test_choices_are_not_made_before_it_is_checked_how_many(start_world):
+    world = await start_world(answers(), api_keys={"k": "a"})
+    for metadata, code in (((), "UNAUTHENTICATED"), ((("authorization", "Bearer k"),), "INVALID_ARGUMENT")):
+        tracemalloc.start()
+        try:
+            error = await refusal(world.stub.GenerateUnary(ask(n=500_000), metadata=metadata))
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert error.code.name == code
+        assert peak_bytes < 5_000_000, "a list each would be more than 30 MB"
+    assert error.field == "sampling.n"
 
 
 async def test_a_message_over_the_transport_limit_is_refused(start_world):

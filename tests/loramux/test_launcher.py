@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import grpc
@@ -10,7 +12,7 @@ import pytest
 from loramux import ServiceError
 from loramux.config import StackConfig
 from loramux.launcher import ADAPTER_STORE, GATEWAY, Stack
-from loramux.service_process import LaunchError, living_members
+from loramux.service_process import LaunchError, ServiceProcess, living_members
 from protos import health
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -44,3 +46,23 @@ def test_a_stack_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
         stack.start()
     assert list(stack.processes) == [ADAPTER_STORE] and GATEWAY not in stack.addresses
     assert not living_members(stack.processes[ADAPTER_STORE].pid)
+
+
+def test_one_that_cannot_be_ended_does_not_keep_the_others_running(tmp_path: Path) -> None:
+    class Unkillable(ServiceProcess):
+        def kill(self) -> None:
+            raise OSError("not this one")
+
+    command = [sys.executable, "-m", "tests.loramux.mini_service", "serve"]
+    stack = Stack(StackConfig(data_dir=tmp_path))
+    root = Path(__file__).parents[2]
+    stack.processes[GATEWAY] = Unkillable(GATEWAY, command, {}, root)
+    stack.processes[ADAPTER_STORE] = store = ServiceProcess(ADAPTER_STORE, command, dict(os.environ), root)
+    store.start()
+    store.wait_address(10)
+    try:
+        with pytest.raises(OSError, match="not this one"):
+            stack.stop()
+        assert not living_members(store.pid)
+    finally:
+        store.kill()

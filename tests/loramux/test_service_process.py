@@ -115,6 +115,25 @@ def test_kill_is_not_taken_for_a_crash(make: Make, exits: queue.SimpleQueue[Serv
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_stranger_with_the_id_of_one_that_ended_is_left_alone(
+    make: Make, exits: queue.SimpleQueue[ServiceProcess]
+) -> None:
+    process = make("broken")
+    exits.get(timeout=10)
+    stranger = subprocess.Popen(["sleep", "1000"], process_group=0)
+    try:
+        # As when the kernel has given the id away again.
+        process._started().pid = stranger.pid
+        process.terminate()
+        process.stop(0)
+        process.kill()
+        with pytest.raises(subprocess.TimeoutExpired):
+            stranger.wait(0.2)
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 def test_children_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None

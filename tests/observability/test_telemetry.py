@@ -132,7 +132,7 @@ def test_otlp_reaches_a_collector_before_shutdown_returns():
 from observability import metrics, spans, telemetry
 running = telemetry.setup("svc", otlp_endpoint="http://127.0.0.1:{port}")
 spans.end(spans.start("work"))
-metrics.RequestMetrics().finished({{"k": "v"}}, 2.0, 0.5, input_tokens=3, output_tokens=4)
+metrics.RequestMetrics().finished({{"k": "v"}}, 2.0, 0.5, input_tokens=3, output_tokens=8, longest_output=4)
 running.shutdown()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
@@ -145,7 +145,7 @@ running.shutdown()
     assert duration.explicit_bounds[0] == 0.01 and duration.explicit_bounds[-1] == 81.92
     assert by_name["gen_ai.server.time_to_first_token"].histogram.data_points[0].sum == 0.5
     assert by_name["gen_ai.server.time_per_output_token"].histogram.data_points[0].sum == 0.5
-    assert by_name["loramux.tokens.output"].sum.data_points[0].as_int == 4
+    assert by_name["loramux.tokens.output"].sum.data_points[0].as_int == 8
 
 
 def test_a_reader_can_be_passed():
