@@ -193,6 +193,8 @@ class AdapterBank:
             resident = self.resident[ref]
             if resident.num_users > leaving.get(ref, 0) or ref in self.pinned or ref in spare:
                 continue
+            if missing_indices <= 0 and not any(missing.get(group, 0) > 0 for group in resident.rows):
+                continue  # it has nothing that is needed
             victims.append(ref)
             missing_indices -= 1
             for group, rows in resident.rows.items():

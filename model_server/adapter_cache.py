@@ -25,12 +25,12 @@ from protos.adapter_store_pb2_grpc import AdapterStoreStub
 
 log = logs.get(__name__)
 
-_MAX_FETCHES: Final = 8
+_LOCK_RETRY_S: Final = 0.05
 _TEMPORARY: Final = ("fetching-", "evicting-")
 
 
 class _Lock:
-    """A lock on one revision, between threads and processes alike. Lock files stay: deleting one would split its holders."""
+    """A lock on one revision, between servers and within one alike. Lock files stay: deleting one would split its holders."""
 
     def __init__(self, path: Path, operation: int) -> None:
         """`operation` as for flock; raises BlockingIOError with LOCK_NB when another holds it."""
@@ -46,14 +46,15 @@ class _Lock:
 
 
 class AdapterCache:
-    """`ensure` and `release` belong together: a directory in use is not deleted."""
+    """`ensure` or a successful `find`, and `release`, belong together: a directory in use is not deleted.
+
+    How many fetches go on at a time is the caller's to decide."""
 
     def __init__(self, directory: Path, limit_bytes: int, store: AdapterStoreStub | None) -> None:
         self._directory = directory / "adapters"
         self._limit_bytes = limit_bytes
         self._store = store
         self._fetches: dict[str, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(_MAX_FETCHES)
         self._held: dict[str, list[_Lock]] = {}
         self._directory.mkdir(parents=True, exist_ok=True)
         # What an interrupted fetch or deletion left behind, unless another server is at it.
@@ -68,12 +69,22 @@ class AdapterCache:
         Raises ServiceError: what the store reported, or UNAVAILABLE when it cannot be reached or sent wrong bytes.
         """
         name = _name(ref)
-        while (lock := await asyncio.to_thread(self._hold, name)) is None:
+        while (path := await self.find(ref)) is None:
             fetch = self._fetches.get(name)
             if fetch is None:
                 fetch = self._fetches[name] = asyncio.create_task(self._fetch(ref, name))
                 fetch.add_done_callback(lambda _: self._fetches.pop(name))
             await asyncio.shield(fetch)
+        return path
+
+    async def find(self, ref: AdapterRef) -> Path | None:
+        """The directory with the adapter's files, if it is there."""
+        name = _name(ref)
+        lock = await self._lock(name, fcntl.LOCK_SH, there=True)
+        if lock is None:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self._directory / name)  # used now: deleted later
         self._held.setdefault(name, []).append(lock)
         return self._directory / name
 
@@ -84,39 +95,46 @@ class AdapterCache:
         if not self._held[name]:
             del self._held[name]
         if not readable:
-            with contextlib.suppress(BlockingIOError):
+            try:
                 self._delete(name)
+            except BlockingIOError:
+                pass  # who reads it as well will find the same
+            except OSError:
+                log.exception("adapter_not_discarded", adapter_id=ref.adapter_id, revision=ref.revision)
 
-    def _hold(self, name: str) -> _Lock | None:
-        """A shared lock on a revision that is there."""
+    async def _lock(self, name: str, operation: int, *, there: bool) -> _Lock | None:
+        """None once the revision is not `there`, or is although it should not be.
+
+        Waits on no thread: those are few, and who holds the lock may need one to get done. Who is cancelled here holds none.
+        """
         path = self._directory / name
-        if not path.is_dir():
-            return None
-        lock = _Lock(self._lock_path(name), fcntl.LOCK_SH)
-        if not path.is_dir():  # deleted while we waited
-            lock.release()
-            return None
-        os.utime(path)  # used now: deleted later
-        return lock
+        while path.is_dir() == there:
+            try:
+                lock = _Lock(self._lock_path(name), operation | fcntl.LOCK_NB)
+            except BlockingIOError:
+                await asyncio.sleep(_LOCK_RETRY_S)
+                continue
+            if path.is_dir() == there:
+                return lock
+            lock.release()  # what became of it before it was ours
+        return None
 
     async def _fetch(self, ref: AdapterRef, name: str) -> None:
         if self._store is None:
             raise errors.failed_precondition("adapter_store", ref.adapter_id, "this model server has no adapter store")
-        async with self._slots:
-            lock = await asyncio.to_thread(_Lock, self._lock_path(name), fcntl.LOCK_EX)
+        self._directory.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the cache
+        lock = await self._lock(name, fcntl.LOCK_EX, there=False)
+        if lock is None:
+            return  # another server was faster
+        try:
+            temporary = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=f"fetching-{name}.", dir=self._directory))
             try:
-                if await asyncio.to_thread((self._directory / name).is_dir):
-                    return  # another server was faster
-                temporary = Path(
-                    await asyncio.to_thread(tempfile.mkdtemp, prefix=f"fetching-{name}.", dir=self._directory)
-                )
-                try:
-                    await adapter_fetch.fetch(self._store, ref, temporary)
-                    await asyncio.to_thread(self._keep, temporary, name)
-                finally:
-                    await asyncio.to_thread(shutil.rmtree, temporary, ignore_errors=True)
+                await adapter_fetch.fetch(self._store, ref, temporary)
+                await asyncio.to_thread(self._keep, temporary, name)
             finally:
-                lock.release()
+                await asyncio.to_thread(shutil.rmtree, temporary, ignore_errors=True)
+        finally:
+            lock.release()
         log.info("adapter_fetched", adapter_id=ref.adapter_id, revision=ref.revision)
 
     def _keep(self, complete: Path, name: str) -> None:
@@ -139,16 +157,20 @@ class AdapterCache:
         for _, name, size in sorted(entries):
             if total <= self._limit_bytes:
                 break
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(OSError):  # in use, or the disk refuses: it stays
                 self._delete(name)
                 total -= size
 
     def _delete(self, name: str) -> None:
         """Raises BlockingIOError while somebody holds it."""
-        with self._alone(name), contextlib.suppress(FileNotFoundError):
-            doomed = self._directory / f"evicting-{name}.{os.getpid()}"
-            (self._directory / name).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+        with self._alone(name):
+            # A new name each time: of an earlier deletion something may be left.
+            doomed = tempfile.mkdtemp(prefix=f"evicting-{name}.", dir=self._directory)
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    (self._directory / name).rename(doomed)
+            finally:
+                shutil.rmtree(doomed, ignore_errors=True)
 
     def _lock_path(self, name: str) -> Path:
         return self._directory / f"{name}.lock"

@@ -6,6 +6,7 @@ cast, r the largest true rank in the group. What an adapter does not adapt stays
 
 from __future__ import annotations
 
+import errno
 import functools
 import math
 import re
@@ -27,7 +28,13 @@ from model_server.request import AdapterRef
 from protos import adapter_format
 from protos.errors import ServiceError, failed_precondition, quote
 
+# Errors of a read that say nothing about the file.
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _MODULE = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+class DamagedFilesError(Exception):
+    """What was fetched cannot be read."""
 
 
 class AdapterRefusedError(Exception):
@@ -58,9 +65,11 @@ def load(
         return _refused(ref, str(error))
     except ServiceError as error:
         return _refused(ref, error.message)
-    except (OSError, SafetensorError) as error:
+    except DamagedFilesError as error:
         message = f"adapter {ref.adapter_id}: its files cannot be read: {error}"
         return Failure("UNAVAILABLE", message, damaged_files=True)
+    except (OSError, MemoryError) as error:  # what lacks is memory or descriptors, here: the files are as they were
+        return Failure("RESOURCE_EXHAUSTED", f"adapter {ref.adapter_id}: it cannot be laid out: {error}")
     except Exception as error:  # whatever a file can provoke must end its own requests only
         return Failure("INTERNAL", f"adapter {ref.adapter_id}: {type(error).__name__}: {error}")
 
@@ -82,18 +91,17 @@ def load_adapter(
     """Read `path` (adapter_config.json, adapter_model.safetensors). All or nothing. The weights are `views` of what
     `allocate` gives, which must be zeros.
 
-    Raises AdapterRefusedError where a module is not in this model or a shape is another model's.
+    Raises AdapterRefusedError where a module is not in this model or a shape is another model's, DamagedFilesError where
+    the files are missing or not what was verified.
     """
-    adapter = adapter_format.parse_config((path / adapter_format.CONFIG_FILE).read_bytes())
+    config_bytes, stored = _read(path)
+    adapter = adapter_format.parse_config(config_bytes)
     groups = lora_groups(config)
     place = {
         module: (group, slice_index)
         for group, (_, slices) in groups.items()
         for slice_index, (module, _) in enumerate(slices)
     }
-    # At once, and below by all layers at once: an adapter has hundreds of small tensors, and torch's calls cost more than the
-    # bytes.
-    stored = safetensors.torch.load((path / adapter_format.TENSORS_FILE).read_bytes())
     tensors = {_module_of(key): tensor for key, tensor in stored.items()}
     modules = sorted({module for module, _ in tensors})
     if not modules:
@@ -135,6 +143,7 @@ def load_adapter(
             shapes[group] = (config.num_layers, rank, len(slices), in_features), (config.num_layers, rank, width)
     flat = allocate(sum(math.prod(shape) for pair in shapes.values() for shape in pair), dtype=dtype)
     weights = {group: GroupWeights(a, b, ranks[group]) for group, (a, b) in views(flat, shapes).items()}
+    # All layers at once: an adapter has hundreds of small tensors, and torch's calls cost more than the bytes.
     alike: dict[tuple[str, int, int], dict[int, str]] = {}  # group, slice, rank -> layer -> module
     for module, (layer, group, slice_index) in sites.items():
         alike.setdefault((group, slice_index, tensors[module, "A"].shape[0]), {})[layer] = module
@@ -155,6 +164,19 @@ def load_adapter(
         num_bytes=flat.nbytes,
         weights=weights,
     )
+
+
+def _read(path: Path) -> tuple[bytes, dict[str, Tensor]]:
+    """The configuration, and the tensors by their names: all at once, which is faster than hundreds of small reads."""
+    try:
+        config = (path / adapter_format.CONFIG_FILE).read_bytes()
+        return config, safetensors.torch.load((path / adapter_format.TENSORS_FILE).read_bytes())
+    except SafetensorError as error:
+        raise DamagedFilesError(str(error)) from error
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise
+        raise DamagedFilesError(str(error)) from error
 
 
 # Adapters of one kind have the same names.

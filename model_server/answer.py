@@ -11,7 +11,7 @@ from model_server.request import Finish
 from model_server.runner import Sampled
 from model_server.stop import StopChecker
 from model_server.tokenizer import Tokenizer
-from protos import common_pb2
+from protos import common_pb2, errors
 
 _REASONS = {
     Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
@@ -35,6 +35,8 @@ class Answer:
         return self._stop.matched is not None
 
     def take(self, tokens: messages.Tokens) -> common_pb2.Delta:
+        """The next tokens. Raises INTERNAL where some before them never came."""
+        self._check_whole(tokens.index)
         if self._first_delta_s is None:
             self._first_delta_s = time.monotonic()
         delta = common_pb2.Delta(index=self.num_output, choice=self._choice)
@@ -52,10 +54,11 @@ class Answer:
 
     def end(self, ended: messages.Ended) -> common_pb2.Delta | None:
         """The engine's last word. What was held back and turns out to be text after all: part of a stop string, or of a
-        character."""
+        character. Raises INTERNAL where the last tokens never came."""
         self.ended = ended
         if self.stopped:
             return None
+        self._check_whole(ended.num_output)
         text = self._stop.push(self._detokenizer.finish(), self.num_output) + self._stop.finish()
         return common_pb2.Delta(index=self.num_output, choice=self._choice, text=text) if text else None
 
@@ -85,6 +88,11 @@ class Answer:
             time_to_first_token_s=self._first_delta_s - arrived_s,
             preemptions=ended.num_preemptions,
         )
+
+    def _check_whole(self, num_output: int) -> None:
+        # Text with a hole in it reads like an answer: better none.
+        if num_output != self.num_output:
+            raise errors.internal(f"{self.num_output} tokens arrived where the engine has sampled {num_output}")
 
 
 def position_logprobs(sampled: Sampled, logprob: float) -> common_pb2.PositionLogprobs:

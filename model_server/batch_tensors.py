@@ -17,6 +17,7 @@ from model_server.runner import Chunk
 class StepTensors:
     token_ids: Tensor  # [T] int64
     logit_rows: Tensor  # [S] int64: rows that sample, in chunk order; then those that score prompt tokens, likewise
+    num_samples: int  # of these, the first
     batch: Batch
 
 
@@ -41,6 +42,7 @@ def build(chunks: Sequence[Chunk], page_size: int, device: torch.device) -> Step
         token_ids[indptr[row] : indptr[row + 1]] = chunk.request.tokens(chunk.start, chunk.start + chunk.length)
     slots = page_table[row_of, positions // page_size] * page_size + positions % page_size
     rows = [int(indptr[r + 1]) - 1 for r, chunk in enumerate(chunks) if chunk.samples]
+    num_samples = len(rows)
     rows += [int(indptr[r]) + p - chunk.start for r, chunk in enumerate(chunks) for p in chunk.scored]
     logit_rows = np.array(rows, dtype=np.int64)
 
@@ -60,4 +62,4 @@ def build(chunks: Sequence[Chunk], page_size: int, device: torch.device) -> Step
         max_context_len=int(context_lens.max()),
         num_active_adapters=len(set(adapters.tolist()) - {-1}),
     )
-    return StepTensors(to_device(token_ids), to_device(logit_rows), batch)
+    return StepTensors(to_device(token_ids), to_device(logit_rows), num_samples, batch)

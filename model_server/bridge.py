@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,7 +31,7 @@ class Bridge:
     def __init__(
         self,
         config: Config,
-        on_adapter_wanted: Callable[[AdapterRef], None],
+        on_adapter_wanted: Callable[[AdapterRef, bool], None],
         on_adapter_done: Callable[[AdapterRef, bool], None],
     ) -> None:
         self._config = config
@@ -38,6 +39,7 @@ class Bridge:
         self._on_adapter_done = on_adapter_done
         self._keys = itertools.count(1)
         self._streams: dict[int, EngineStream] = {}
+        self._promised: Counter[EngineStream] = Counter()  # requests it has room for and has yet to submit
         self._pins: dict[int, asyncio.Future[messages.Failure | None]] = {}
         self._pipe, self._child_pipe = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
@@ -45,7 +47,7 @@ class Bridge:
         )
         self._ready: asyncio.Future[RunnerInfo] = asyncio.get_running_loop().create_future()
         self.died = asyncio.Event()
-        # Set while no request is in the engine.
+        # Set while no request is in the engine, nor promised a place there.
         self.idle = asyncio.Event()
         self.idle.set()
         self.status = messages.Status(0, 0, 0, 0, 0, (), 0)
@@ -65,18 +67,24 @@ class Bridge:
         return await self._ready
 
     def open(self, num_requests: int, on_end: Callable[[messages.Ended], None]) -> EngineStream:
-        """A stream to submit `num_requests` to. `on_end` is called with the engine's last word on each of them.
+        """A stream to submit `num_requests` to, whenever that is: their places are kept until `close`, which belongs in
+        a `finally`. `on_end` is called with the engine's last word on each of them.
 
         Raises UNAVAILABLE when the engine has died, RESOURCE_EXHAUSTED when there is no room for so many.
         """
         self._check_alive()
-        if len(self._streams) + num_requests > self._config.max_requests:
+        num_taken = len(self._streams) + self._promised.total()
+        if num_taken + num_requests > self._config.max_requests:
             raise errors.resource_exhausted(
                 "max_requests",
-                f"this model server holds {len(self._streams)} of at most {self._config.max_requests} requests",
+                f"this model server holds {num_taken} of at most {self._config.max_requests} requests",
                 retry_after_s=1.0,
             )
-        return EngineStream(lambda key: self._send(messages.Cancel(key)), on_end)
+        soon = asyncio.get_running_loop().call_soon
+        stream = EngineStream(lambda key: self._send(messages.Cancel(key)), lambda ended: soon(on_end, ended))
+        self._promised[stream] = num_requests
+        self.idle.clear()
+        return stream
 
     def submit(
         self,
@@ -91,15 +99,26 @@ class Bridge:
         arrived_s: float,
         deadline_s: float | None,
     ) -> int:
-        """Hand a validated request to the engine; its events go to `stream`, under the key returned."""
+        """Hand a validated request to the engine; its events go to `stream`, under the key returned.
+
+        Raises UNAVAILABLE when the engine has died.
+        """
+        self._check_alive()
+        assert self._promised[stream] > 0, "more requests than the stream was opened for"
+        self._promised[stream] -= 1
         key = next(self._keys)
         stream.add(key)
         self._streams[key] = stream
-        self.idle.clear()
         self._send(
             messages.Submit(key, request_id, prompt_ids, sampling, adapter, priority, tenant, arrived_s, deadline_s)
         )
         return key
+
+    def close(self, stream: EngineStream) -> None:
+        """Nobody reads it any more: the engine drops within a step what it still works on, and places not taken are free."""
+        del self._promised[stream]
+        stream.cancel()
+        self._note_idle()
 
     async def pin(self, ref: AdapterRef) -> messages.Failure | None:
         """Until the adapter is resident, to stay so until it is unpinned; or why it is not. Who is cancelled here only
@@ -124,6 +143,9 @@ class Bridge:
 
     def adapter_fetched(self, ref: AdapterRef, path: str) -> None:
         self._send(messages.AdapterFetched(ref, path))
+
+    def adapter_missing(self, ref: AdapterRef) -> None:
+        self._send(messages.AdapterMissing(ref))
 
     def adapter_failed(self, ref: AdapterRef, failure: messages.Failure) -> None:
         self._send(messages.AdapterFetchFailed(ref, failure))
@@ -163,27 +185,32 @@ class Bridge:
             self._dispatch(event)
 
     def _dispatch(self, event: Any) -> None:
+        # Callbacks get a turn of their own: what they raise is logged there and costs nobody an event.
+        soon = asyncio.get_running_loop().call_soon
         match event:
             case messages.Tokens() | messages.Started() | messages.PromptScored():
                 self._streams[event.key].put(event)
             case messages.Ended():
                 self._streams.pop(event.key).put(event)
-                if not self._streams:
-                    self.idle.set()
+                self._note_idle()
             case messages.PinEnded(key, failure):
                 if key in self._pins and not self._pins[key].done():  # else nobody waits any more
                     self._pins[key].set_result(failure)
             case messages.Status():
                 self.status = event
                 self._notify()
-            case messages.AdapterWanted(ref):
-                self._on_adapter_wanted(ref)
+            case messages.AdapterWanted(ref, download):
+                soon(self._on_adapter_wanted, ref, download)
             case messages.AdapterDone(ref, readable):
-                self._on_adapter_done(ref, readable)
+                soon(self._on_adapter_done, ref, readable)
             case messages.Loading(done, total):
-                self._progress(done, total)
+                soon(self._progress, done, total)
             case messages.Ready(info):
                 self._ready.set_result(info)
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._promised.total():
+            self.idle.set()
 
     def _notify(self) -> None:
         async def notify() -> None:

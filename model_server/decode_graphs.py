@@ -113,7 +113,7 @@ class DecodeGraphs:
     def takes(self, step: StepTensors) -> bool:
         """Whether the step is all decodes, of a number that a bucket holds."""
         batch = step.batch
-        all_sample = step.logit_rows.shape[0] == batch.num_requests
+        all_sample = step.num_samples == batch.num_requests
         return batch.max_query_len == 1 and batch.num_requests <= self._max_batch and all_sample
 
     def run(self, step: StepTensors, max_rank: int) -> Tensor:

@@ -7,13 +7,12 @@ reads adapters behind `Loader`, time is `clock`: the same code runs a real model
 from __future__ import annotations
 
 import heapq
-import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from model_server import messages
 from model_server.adapter_bank import AdapterBank, HostAdapter
+from model_server.cold_adapters import ColdAdapters
 from model_server.page_pool import PagePool
 from model_server.prefix_cache import PrefixCache
 from model_server.request import AdapterRef, Finish, Request, State
@@ -21,14 +20,13 @@ from model_server.runner import Chunk, Runner, StepResult
 from model_server.scheduler import Limits, Scheduler
 
 STATUS_INTERVAL_S = 0.1
-# Adapters on their way from the store to host memory at a time.
-_MAX_LOADING = 8
+_SPARE_DEADLINES = 64
 # How often the books are verified while there is nothing to do.
 _CHECK_INTERVAL_S = 30.0
 
 
 class Loader(Protocol):
-    """Reads fetched adapters into host memory on its own threads; the result comes back as `Engine.adapter_loaded`."""
+    """Reads fetched adapters into host memory, beside the steps; the result comes back as `Engine.adapter_loaded`."""
 
     def start(self, ref: AdapterRef, path: str) -> None: ...
 
@@ -59,8 +57,7 @@ class Engine:
         self._keys: dict[Request, int] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._eos = frozenset(info.eos_token_ids)
-        self._wanted: deque[tuple[float, AdapterRef]] = deque()  # since when, what
-        self._loading: set[AdapterRef] = set()
+        self._cold = ColdAdapters()
         self._pinning: dict[AdapterRef, list[int]] = {}  # keys of Pin messages to be answered
         self._host_bytes_limit = host_bytes_limit
         self._step = 0
@@ -86,7 +83,9 @@ class Engine:
                     ref, messages.Failure("ABORTED", f"adapter {ref.adapter_id} was unpinned before it was resident")
                 )
             case messages.AdapterFetched(ref, path):
-                self._loader.start(ref, path)
+                self._cold.on_disk(ref, path)
+            case messages.AdapterMissing(ref):
+                self._cold.missing(ref)
             case messages.AdapterFetchFailed(ref, failure):
                 self._adapter_failed(ref, failure)
             case _:
@@ -107,26 +106,36 @@ class Engine:
         self._keys[request] = message.key
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, message.key))
-        wanted = self.scheduler.submit(request, self._clock())
-        if wanted is not None:
-            self._wanted.append((self._clock(), wanted))
-            self._ask_for_adapters()
+            # Where most are of requests that have ended:
+            if len(self._deadlines) > 2 * len(self._requests) + _SPARE_DEADLINES:
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
+                heapq.heapify(self._deadlines)
+        self.scheduler.submit(request, self._clock())
 
-    def _ask_for_adapters(self) -> None:
-        """Adapters come in as fast as host memory takes them: what requests hold stays within the limit and the few on their
-        way. One at a time may exceed it: when nothing runs that could give memory back, or when it has waited so long
-        that whoever came later would pass it for ever."""
-        while self._wanted and len(self._loading) < _MAX_LOADING:
-            since_s, ref = self._wanted[0]
-            full = self.scheduler.bank.num_bytes_in_use >= self._host_bytes_limit
-            overdue = self._clock() - since_s >= self.scheduler.limits.ageing_s
-            if full and (self._loading or (self.has_work and not overdue)):
-                return
-            self._wanted.popleft()
-            needed = ref in self.scheduler.parked or (ref in self._pinning and not self.scheduler.bank.has_host(ref))
-            if needed and ref not in self._loading:
-                self._loading.add(ref)
-                self._emit(messages.AdapterWanted(ref))
+    # Adapters --------------------------------------------------------------------------------------------------------
+
+    def _bring_in_adapters(self) -> None:
+        """They come in as fast as host memory takes them: what requests hold stays within the limit and the few that are
+        being read. One at a time may exceed it: when nothing runs that could give memory back, or when it has waited so
+        long that others would keep it out for ever."""
+        now_s, scheduler = self._clock(), self.scheduler
+        pins = [ref for ref in self._pinning if not scheduler.bank.has_host(ref)]
+        # An operator's word comes before any request.
+        order = pins + [ref for ref in scheduler.parked_in_order(now_s) if ref not in self._pinning]
+        for ref in self._cold.to_let_go(order):
+            self._emit(messages.AdapterDone(ref, readable=True))
+        for ref, download in self._cold.to_ask(order):
+            self._emit(messages.AdapterWanted(ref, download))
+        if not order:
+            return
+
+        def may_exceed(ref: AdapterRef) -> bool:
+            overdue = ref in self._pinning or now_s - scheduler.parked_since_s(ref) >= scheduler.limits.ageing_s
+            return overdue or not self.has_work
+
+        full = scheduler.bank.num_bytes_in_use >= self._host_bytes_limit
+        for ref, path in self._cold.to_read(order, may_exceed if full else None):
+            self._loader.start(ref, path)
 
     def adapter_loaded(self, ref: AdapterRef, result: HostAdapter | messages.Failure) -> None:
         damaged = isinstance(result, messages.Failure) and result.damaged_files
@@ -138,23 +147,21 @@ class Engine:
             self._adapter_failed(
                 ref,
                 messages.Failure(
-                    "RESOURCE_EXHAUSTED",
+                    "FAILED_PRECONDITION",
                     f"adapter {ref.adapter_id}: its rank {need} exceeds the {max(have.values())} rank rows of this server",
                 ),
             )
         else:
-            # A second answer for the same revision (its first asker was cancelled meanwhile) changes nothing.
-            if not self.scheduler.bank.has_host(ref):
-                self.scheduler.bank.add_host(ref, result)
-            self._loading.discard(ref)
+            self._cold.gone(ref)
+            self.scheduler.bank.add_host(ref, result)
             self.scheduler.adapter_ready(ref, self._clock())
             if ref in self._pinning:
                 self._keep_resident(ref)
 
     def _adapter_failed(self, ref: AdapterRef, failure: messages.Failure) -> None:
-        self._loading.discard(ref)
+        self._cold.gone(ref)
         for request in self.scheduler.adapter_failed(ref):
-            self._report_end(request, Finish.FAILED, failure=failure)
+            self._report_end(request, Finish.FAILED, failure=failure, parked=True)
         self._answer_pins(ref, failure)
 
     # Pins ------------------------------------------------------------------------------------------------------------
@@ -163,9 +170,6 @@ class Engine:
         self._pinning.setdefault(ref, []).append(key)
         if self.scheduler.bank.has_host(ref):
             self._keep_resident(ref)
-        else:
-            self._wanted.appendleft((-math.inf, ref))  # an operator's word comes before any request
-            self._ask_for_adapters()
 
     def _keep_resident(self, ref: AdapterRef) -> None:
         """The next step makes it resident, and answers."""
@@ -199,7 +203,7 @@ class Engine:
         """One turn. False when there was nothing to compute."""
         now_s = self._clock()
         self._expire(now_s)
-        self._ask_for_adapters()
+        self._bring_in_adapters()
         plan = self.scheduler.schedule(now_s)
         for request in plan.admitted:
             self._emit(messages.Started(self._keys[request], request.num_cached))
@@ -211,7 +215,8 @@ class Engine:
             result = self._runner.run(plan.chunks, plan.ahead)
             self._step += 1
             self._apply(plan.chunks, result)
-            self._ask_for_adapters()  # what has ended gave memory back, and there may be no next step
+            if not self.has_work:
+                self._bring_in_adapters()  # what has ended gave memory back, and there may be no next step
         if self._check_every_step:
             self.scheduler.check_integrity()
         self._report_status()
@@ -262,9 +267,7 @@ class Engine:
     def _end(self, request: Request, finish: Finish, stop_token_id: int | None = None) -> None:
         parked = request.state is State.PARKED
         self.scheduler.remove(request)
-        if parked and request.parked_since_s is not None:
-            request.adapter_load_s = self._clock() - request.parked_since_s
-        self._report_end(request, finish, stop_token_id)
+        self._report_end(request, finish, stop_token_id, parked=parked)
 
     def _report_end(
         self,
@@ -272,8 +275,13 @@ class Engine:
         finish: Finish,
         stop_token_id: int | None = None,
         failure: messages.Failure | None = None,
+        *,
+        parked: bool = False,
     ) -> None:
-        request.finish = finish
+        """`parked`: it was until now."""
+        if parked:
+            assert request.parked_since_s is not None
+            request.adapter_load_s = self._clock() - request.parked_since_s
         key = self._keys.pop(request)
         del self._requests[key]
         self._emit(
@@ -286,6 +294,7 @@ class Engine:
                 stop_token_id=stop_token_id,
                 parked_s=request.parked_since_s,
                 adapter_load_s=request.adapter_load_s,
+                parked=parked,
                 first_scheduled_s=request.first_scheduled_s,
                 first_token_s=request.first_token_s,
                 last_token_s=request.last_token_s,

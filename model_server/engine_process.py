@@ -102,7 +102,7 @@ def main(config: Config, pipe: Connection) -> None:
 
 
 class _Loaded:
-    """A loader thread's result, on its way to the engine's thread."""
+    """The loader's result, on its way to the engine's thread."""
 
     def __init__(self, ref: AdapterRef, result: HostAdapter | messages.Failure) -> None:
         self.ref = ref

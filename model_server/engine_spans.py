@@ -20,7 +20,7 @@ def phase(ended: messages.Ended) -> str:
         return "decode"
     if ended.first_scheduled_s is not None:
         return "prefill"
-    return "adapter_load" if ended.parked_s is not None else "queue"
+    return "adapter_load" if ended.parked else "queue"
 
 
 def record(ended: messages.Ended, parent: SpanContext, arrived_s: float) -> None:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import TypeGuard
 
 from model_server import messages
 from protos import errors
+
+# What joined tokens may take in a message, roughly: well within serving.MAX_MESSAGE_BYTES, whatever their text.
+_MAX_JOINED_BYTES = 2**20
+_BYTES_PER_LOGPROB = 12
 
 Event = messages.Started | messages.PromptScored | messages.Tokens | messages.Ended
 
 
 class EngineStream:
-    """Ends when every request added has ended. `cancel` it in a `finally`: the engine then lets go within a step."""
+    """Ends when every request added has ended. Opened and closed by the bridge."""
 
-    def __init__(self, cancel: Callable[[int], None], on_end: Callable[[messages.Ended], None]) -> None:
+    def __init__(self, cancel: Callable[[int], None], on_end: Callable[[messages.Ended], object]) -> None:
         """`cancel(key)` tells the engine; `on_end` is called with its last word on each request, also when nobody reads
         the stream any more."""
         self._cancel = cancel
@@ -43,10 +48,15 @@ class EngineStream:
                 self._unread.discard(event.key)
 
     def take_tokens(self, first: messages.Tokens) -> messages.Tokens:
-        """`first` joined with the tokens that are waiting behind it: a slow reader gets fewer, longer deltas."""
+        """`first` joined with the tokens that are waiting behind it, as far as one message holds them: a slow reader gets
+        fewer, longer deltas."""
         sampled = list(first.sampled)
-        while self._events and isinstance(event := self._events[0], messages.Tokens) and event.key == first.key:
+        num_bytes = _num_bytes(first)
+        while (
+            num_bytes < _MAX_JOINED_BYTES and self._events and _follows(event := self._events[0], first, len(sampled))
+        ):
             sampled += event.sampled
+            num_bytes += _num_bytes(event)
             self._events.popleft()
         return messages.Tokens(first.key, first.index, sampled)
 
@@ -66,3 +76,12 @@ class EngineStream:
             if live in self._live:
                 self._live.discard(live)
                 self._cancel(live)
+
+
+def _follows(event: Event | None, first: messages.Tokens, num_sampled: int) -> TypeGuard[messages.Tokens]:
+    """Whether `event` goes on where `num_sampled` tokens from `first` on end: no gap may vanish between them."""
+    return isinstance(event, messages.Tokens) and event.key == first.key and event.index == first.index + num_sampled
+
+
+def _num_bytes(tokens: messages.Tokens) -> int:
+    return sum((1 + len(sampled.top)) * _BYTES_PER_LOGPROB for sampled in tokens.sampled)

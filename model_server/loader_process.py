@@ -7,6 +7,7 @@ its core for some milliseconds; only one of the idle class yields at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -32,8 +33,9 @@ def main() -> None:
     # Before the imports, which are a second's work.
     try:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    except PermissionError:  # some sandboxes
-        os.nice(19)
+    except OSError:  # sandboxes forbid it, or do not know it
+        with contextlib.suppress(OSError):
+            os.nice(19)
     pipe = Connection(int(sys.argv[1]))
     try:
         setup: Setup = pipe.recv()

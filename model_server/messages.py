@@ -58,10 +58,17 @@ class Unpin:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFetched:
-    """The files stand in `path`, verified, until AdapterLoaded or a failure is reported for `ref`."""
+    """The files stand in `path`, verified, until AdapterDone is reported for `ref`."""
 
     ref: AdapterRef
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMissing:
+    """It is not on local disk, and a download was not asked for."""
+
+    ref: AdapterRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +100,16 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class AdapterWanted:
+    """Answered by AdapterFetched, by AdapterFetchFailed or, unless it may `download`, by AdapterMissing."""
+
     ref: AdapterRef
+    download: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterDone:
-    """The files of `ref` are no longer needed: they are in host memory, or were refused, or are not `readable`."""
+    """The files of `ref` are no longer needed: they are in host memory, were refused, are not `readable`, or nobody waits
+    for them any more, or not soon."""
 
     ref: AdapterRef
     readable: bool
@@ -139,6 +150,7 @@ class Ended:
     stop_token_id: int | None
     parked_s: float | None
     adapter_load_s: float
+    parked: bool  # to the end: its adapter never came
     first_scheduled_s: float | None
     first_token_s: float | None
     last_token_s: float | None

@@ -84,7 +84,6 @@ class Request:
     num_computed: int = 0  # tokens whose K and V stand in pages
     page_table: list[int] = field(default_factory=list)
     adapter_index: int = -1  # valid while RUNNING
-    finish: Finish | None = None
 
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

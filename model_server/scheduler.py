@@ -4,8 +4,8 @@ Each step, under a budget of tokens: every running request decodes one token, ru
 requests are admitted. Where the runner copies beside its step (`Limits.prefetch`), one adapter is loaded ahead for those still
 waiting. A request holds pages for all its known tokens from admission on, and takes one more as it grows.
 When no page is left the least important running request is preempted: it gives up its pages and waits again, to recompute
-prompt and output so far (its past output never changes). Importance is (effective class, earlier arrival), a total order
-that does not change by preemption, so the most important request always proceeds and nothing ping-pongs.
+prompt and output so far (its past output never changes). Importance is (effective class, earlier arrival; of equals, who was
+running first): preemption does not change it, so the most important request always proceeds and nothing ping-pongs.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Scheduler:
 
     # Coming and going ------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now_s: float) -> AdapterRef | None:
-        """Take a request in. Returns the adapter to fetch when it is the first to be parked for it.
+    def submit(self, request: Request, now_s: float) -> None:
+        """Take a request in; parked where its adapter is not in host memory.
 
         The caller has checked that prompt and output fit the pool, so that it can always run alone.
         """
@@ -98,12 +98,22 @@ class Scheduler:
         ref = request.adapter
         if ref is None or self.bank.has_host(ref):
             self._wait(request)
-            return None
+            return
         request.state = State.PARKED
         request.parked_since_s = now_s
-        parked = self.parked.setdefault(ref, [])
-        parked.append(request)
-        return ref if len(parked) == 1 else None
+        self.parked.setdefault(ref, []).append(request)
+
+    def parked_in_order(self, now_s: float) -> list[AdapterRef]:
+        """Adapters that requests are parked for, as the queue would serve the best request of each."""
+        rank = self.waiting.rank
+        best = {ref: min(rank(r, now_s) for r in requests) for ref, requests in self.parked.items()}
+        return sorted(best, key=best.__getitem__)
+
+    def parked_since_s(self, ref: AdapterRef) -> float:
+        """Since when the longest has been parked for `ref`."""
+        since_s = self.parked[ref][0].parked_since_s
+        assert since_s is not None
+        return since_s
 
     def adapter_ready(self, ref: AdapterRef, now_s: float) -> None:
         """Host weights are there (`bank.add_host` was called): its parked requests may run."""
@@ -190,8 +200,15 @@ class Scheduler:
                 continue
             users = [r for r in self.running if r.adapter is not None and r.adapter not in self.bank.pinned]
             users.sort(key=lambda r: self._importance(r, now_s), reverse=True)
-            while not self.bank.can_acquire(ref):
-                self._preempt(users.pop(), plan)
+            leaving: list[Request] = []
+            while not self._can_acquire(ref, leaving):
+                leaving.append(users.pop())
+            for spared in reversed(leaving[:-1]):  # who gives nothing that is needed stays
+                others = [victim for victim in leaving if victim is not spared]
+                if self._can_acquire(ref, others):
+                    leaving = others
+            for victim in leaving:
+                self._preempt(victim, plan)
             plan.loads.append(self.bank.place(ref))
 
     def computed(self, chunk: Chunk) -> None:
@@ -298,24 +315,27 @@ class Scheduler:
             return True
         own_class = self.waiting.effective_class(request, now_s)
         lower = [r for r in self.running if self.waiting.effective_class(r, now_s) < own_class]
+        # Decided before anybody gives way: preempting without making enough room would help nobody.
+        if not lower or not self._fits(request, lower):
+            return False
         lower.sort(key=lambda r: self._importance(r, now_s))
-        for count in range(1, len(lower) + 1):
-            # Decided before anybody gives way: preempting without making enough room would help nobody.
-            if self._fits(request, lower[:count]):
-                for victim in lower[:count]:
-                    self._preempt(victim, plan)
-                return True
-        return False
+        victims = next(lower[:count] for count in range(1, len(lower) + 1) if self._fits(request, lower[:count]))
+        # The most important first: who gives nothing that is needed stays.
+        for spared in reversed(victims[:-1]):
+            others = [victim for victim in victims if victim is not spared]
+            if self._fits(request, others):
+                victims = others
+        for victim in victims:
+            self._preempt(victim, plan)
+        return True
 
     def _fits(self, request: Request, without: Sequence[Request]) -> bool:
         """Whether it could start if the running requests `without` were preempted."""
         num_running = len(self.running) - len(without)
         if num_running >= self.limits.max_running:
             return False
-        if request.adapter is not None:
-            leaving = Counter(r.adapter for r in without if r.adapter is not None)
-            if not self.bank.can_acquire(request.adapter, leaving):
-                return False
+        if request.adapter is not None and not self._can_acquire(request.adapter, without):
+            return False
         matched = self._match(request)
         needed = self._pages_for(request.num_tokens) - len(matched)
         # What is matched and has no holder counts as free in the pool, but is about to be held.
@@ -326,6 +346,9 @@ class Scheduler:
             available += self.pool.num_freed_by(tables)
         # Every running request may soon need a page: do not admit into the last ones only to preempt again.
         return needed + num_running <= available
+
+    def _can_acquire(self, ref: AdapterRef, without: Sequence[Request]) -> bool:
+        return self.bank.can_acquire(ref, Counter(r.adapter for r in without if r.adapter is not None))
 
     def _start(self, request: Request, now_s: float, plan: Plan) -> None:
         matched = self._match(request)

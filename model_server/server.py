@@ -27,29 +27,33 @@ _SERVICE = model_server_pb2.DESCRIPTOR.services_by_name["ModelServer"].full_name
 
 
 class _Fetches:
-    """Answers the engine's AdapterWanted: fetch to disk, then tell it where; keeps the files until it has read them."""
+    """Answers the engine's AdapterWanted: where it lies on disk, fetched there first if that was asked for; keeps the files
+    until the engine is done with them."""
 
     def __init__(self, cache: AdapterCache) -> None:
         self._cache = cache
         self._tasks: set[asyncio.Task[None]] = set()
         self.bridge: Bridge | None = None
 
-    def start(self, ref: AdapterRef) -> None:
-        task = asyncio.get_running_loop().create_task(self._fetch(ref))
+    def start(self, ref: AdapterRef, download: bool) -> None:
+        task = asyncio.get_running_loop().create_task(self._answer(ref, download))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _fetch(self, ref: AdapterRef) -> None:
+    async def _answer(self, ref: AdapterRef, download: bool) -> None:
         assert self.bridge is not None
         try:
-            path = await self._cache.ensure(ref)
+            path = await (self._cache.ensure(ref) if download else self._cache.find(ref))
         except errors.ServiceError as error:
             failure = messages.Failure(error.code.name, error.message, error.to_status().SerializeToString())
         except Exception as error:  # a full disk, say: its requests fail, the server goes on
             log.exception("adapter_fetch_failed", adapter_id=ref.adapter_id)
             failure = messages.Failure("UNAVAILABLE", f"adapter {ref.adapter_id} cannot be fetched: {error}")
         else:
-            self.bridge.adapter_fetched(ref, str(path))
+            if path is None:
+                self.bridge.adapter_missing(ref)
+            else:
+                self.bridge.adapter_fetched(ref, str(path))
             return
         log.warning("adapter_fetch_failed", adapter_id=ref.adapter_id, revision=ref.revision, error=failure.message)
         self.bridge.adapter_failed(ref, failure)

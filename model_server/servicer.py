@@ -25,6 +25,9 @@ from protos import common_pb2, errors, model_server_pb2
 from protos.model_server_pb2_grpc import ModelServerServicer
 
 _STATUS_INTERVAL_S = 0.1
+# The engine's deadline lies this much before the call's, so that its answer, which says in which phase, comes before the cut.
+_DEADLINE_MARGIN_S = 0.1
+_DEADLINE_MARGIN_SHARE = 0.1
 _SEED_STEP = 0x9E3779B97F4A7C15  # odd: choices' seeds differ, and choice 0 keeps the request's own
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -45,10 +48,10 @@ class Servicer(ModelServerServicer):
         self, request: model_server_pb2.ServerGenerateRequest, context: _Context
     ) -> AsyncIterator[common_pb2.GenerateEvent]:
         arrived_s = time.monotonic()
-        remaining_s = context.time_remaining()
-        if self._draining.is_set():
-            raise errors.unavailable("this model server is draining", retry_after_s=1.0)
+        deadline_s = _deadline_s(context, arrived_s)
+        self._check_open()
         parsed = await self._intake.parse(request)
+        self._check_open()  # again: from here to `submit` nothing is awaited, so no drain begins that does not see it
         server_span = trace.get_current_span().get_span_context()
         started: messages.Started | None = None
         answers: dict[int, Answer] = {}
@@ -71,7 +74,7 @@ class Servicer(ModelServerServicer):
                 priority=parsed.priority,
                 tenant=request.tenant,
                 arrived_s=arrived_s,
-                deadline_s=None if remaining_s is None else arrived_s + remaining_s,
+                deadline_s=deadline_s,
             )
             answers[key] = Answer(choice, self._tokenizer, parsed.stop, parsed.sampling.min_tokens)
 
@@ -108,7 +111,7 @@ class Servicer(ModelServerServicer):
                 finished=_finished(parsed, started, list(answers.values()), arrived_s, request.gateway_queue_s)
             )
         finally:
-            stream.cancel()
+            self._bridge.close(stream)
 
     async def WatchStatus(  # noqa: N802
         self, request: model_server_pb2.WatchStatusRequest, context: _Context
@@ -133,8 +136,7 @@ class Servicer(ModelServerServicer):
         self, request: model_server_pb2.PinAdapterRequest, context: _Context
     ) -> model_server_pb2.PinAdapterResponse:
         ref = parse_adapter(request.adapter)
-        if self._draining.is_set():
-            raise errors.unavailable("this model server is draining", retry_after_s=1.0)
+        self._check_open()
         failure = await self._bridge.pin(ref)
         if failure is not None:
             raise _error(failure)
@@ -154,6 +156,10 @@ class Servicer(ModelServerServicer):
         """Until no request is left, or the time is up."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._bridge.idle.wait(), timeout_s)
+
+    def _check_open(self) -> None:
+        if self._draining.is_set():
+            raise errors.unavailable("this model server is draining", retry_after_s=1.0)
 
     def _accepted(
         self, request: model_server_pb2.ServerGenerateRequest, parsed: Parsed, started: messages.Started
@@ -194,6 +200,14 @@ class Servicer(ModelServerServicer):
             kv_bytes=self._info.kv_bytes,
             adapter_bytes=self._info.adapter_bytes,
         )
+
+
+def _deadline_s(context: _Context, arrived_s: float) -> float | None:
+    """When the engine is to be done, in monotonic time; None without a deadline."""
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return None
+    return arrived_s + remaining_s - min(_DEADLINE_MARGIN_S, remaining_s * _DEADLINE_MARGIN_SHARE)
 
 
 def _finished(

@@ -65,8 +65,12 @@ class WaitingQueue:
         return self._counters.get(tenant, 0.0)
 
     def effective_class(self, request: Request, now_s: float) -> int:
-        aged = int(max(0.0, now_s - request.arrived_s) / self._ageing_s)
+        aged = int((now_s - request.arrived_s) / self._ageing_s) if now_s > request.arrived_s else 0
         return min(HIGHEST_PRIORITY, request.priority + aged)
+
+    def rank(self, request: Request, now_s: float) -> tuple[int, float, float]:
+        """Less is served first: class, its tenant's share, arrival."""
+        return -self.effective_class(request, now_s), self.service_of(request.tenant), request.arrived_s
 
     def in_order(self, now_s: float) -> Iterator[Request]:
         """Waiting requests, best first. Charges and removals made while iterating count for what follows."""

@@ -52,7 +52,7 @@ class LoramuxEngine:
         self._bridge = Bridge(self._config, self._adapter_wanted, lambda ref, readable: None)
         await self._bridge.start(lambda done, total: None)
 
-    def _adapter_wanted(self, ref: AdapterRef) -> None:
+    def _adapter_wanted(self, ref: AdapterRef, download: bool) -> None:
         self._bridge.adapter_fetched(ref, self._paths[ref])
 
     async def _play(self, requests: Sequence[Request]) -> list[Outcome]:

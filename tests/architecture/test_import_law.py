@@ -28,6 +28,7 @@ WITHOUT_TORCH = ["protos", "observability", "gateway", "adapter_store", "loramux
 PURE = [
     "model_server.request",
     "model_server.scheduler",
+    "model_server.cold_adapters",
     "model_server.page_pool",
     "model_server.prefix_cache",
     "model_server.engine",

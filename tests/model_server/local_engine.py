@@ -105,7 +105,7 @@ class LocalEngine:
         return key
 
     def run(self) -> None:
-        while self.engine.has_work:
+        while self.engine.has_work or self.engine.scheduler.parked:
             self.engine.step()
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_pages
@@ -119,7 +119,7 @@ class LocalEngine:
 
     def _event(self, event: Any) -> None:
         match event:
-            case messages.AdapterWanted(ref):
+            case messages.AdapterWanted(ref, _):
                 self.engine.handle(messages.AdapterFetched(ref, str(self._adapters[ref.adapter_id])))
             case messages.Started(key, num_cached):
                 self.cached[key] = num_cached

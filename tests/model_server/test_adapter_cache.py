@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 import hashlib
-from collections.abc import AsyncIterator
+import os
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +76,17 @@ async def store() -> AsyncIterator[tuple[Store, AdapterStoreStub]]:
     await server.stop(None)
 
 
+@contextlib.contextmanager
+def locked(directory: Path, ref: AdapterRef) -> Iterator[None]:
+    """As by another server that is fetching it."""
+    file = os.open(directory / "adapters" / f"{ref.revision.replace(':', '-')}.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(file)
+
+
 def whole(path: Path, name: str) -> bool:
     return (path / adapter_format.TENSORS_FILE).read_bytes() == name.encode() * SIZE
 
@@ -116,6 +133,85 @@ async def test_damaged_files_are_fetched_again(store: tuple[Store, AdapterStoreS
     assert servicer.num_fetches == 2
 
 
+@pytest.mark.parametrize("fault", ["read-only", "gone", "no descriptors"])
+async def test_what_cannot_be_discarded_is_no_failure_of_release(
+    store: tuple[Store, AdapterStoreStub], tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller is in the middle of the engine's messages."""
+    servicer, stub = store
+    ref = servicer.add("a")
+    cache = AdapterCache(tmp_path, 10**6, stub)
+    await cache.ensure(ref)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS if fault == "read-only" else errno.EMFILE, "refused")
+
+    with monkeypatch.context() as patch:
+        if fault == "gone":
+            shutil.rmtree(tmp_path)
+        else:
+            patch.setattr(*((Path, "rename") if fault == "read-only" else (os, "open")), refuse)
+        cache.release(ref, readable=False)
+    assert whole(await cache.ensure(ref), "a")
+    assert servicer.num_fetches == (2 if fault == "gone" else 1)
+
+
+async def test_damaged_files_go_whatever_an_earlier_deletion_left(
+    store: tuple[Store, AdapterStoreStub], tmp_path: Path
+) -> None:
+    servicer, stub = store
+    ref = servicer.add("a")
+    cache = AdapterCache(tmp_path, 10**6, stub)
+    path = await cache.ensure(ref)
+    left = path.with_name(f"evicting-{path.name}.{os.getpid()}")
+    left.mkdir()
+    (left / "file").touch()
+    cache.release(ref, readable=False)
+    assert not path.exists()
+
+
+async def test_a_folder_that_was_removed_is_made_again(store: tuple[Store, AdapterStoreStub], tmp_path: Path) -> None:
+    servicer, stub = store
+    cache = AdapterCache(tmp_path / "cache", 10**6, stub)
+    for name in "ab":
+        shutil.rmtree(tmp_path / "cache")
+        assert whole(await cache.ensure(servicer.add(name)), name)
+
+
+async def test_waiting_for_another_server_takes_no_thread(
+    store: tuple[Store, AdapterStoreStub], tmp_path: Path
+) -> None:
+    """Threads are few: with all of them waiting nobody's fetch, here or in a server that waits for us, would go on."""
+    servicer, stub = store
+    theirs, ours = servicer.add("a"), servicer.add("b")
+    cache = AdapterCache(tmp_path, 10**6, stub)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    with locked(tmp_path, theirs):
+        waiting = asyncio.create_task(cache.ensure(theirs))
+        await asyncio.sleep(0.05)
+        assert whole(await asyncio.wait_for(cache.ensure(ours), 10), "b")
+        assert not waiting.done()
+    assert whole(await asyncio.wait_for(waiting, 10), "a")
+
+
+async def test_who_is_cancelled_while_waiting_holds_no_lock(
+    store: tuple[Store, AdapterStoreStub], tmp_path: Path
+) -> None:
+    servicer, stub = store
+    ref = servicer.add("a")
+    cache = AdapterCache(tmp_path, 10**6, stub)
+    await cache.ensure(ref)
+    cache.release(ref)
+    with locked(tmp_path, ref):  # as by another server that deletes it
+        waiting = asyncio.create_task(cache.ensure(ref))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+    await asyncio.sleep(0.2)
+    with locked(tmp_path, ref):
+        pass
+
+
 async def test_the_disk_is_bounded_and_what_is_in_use_stays(
     store: tuple[Store, AdapterStoreStub], tmp_path: Path
 ) -> None:
@@ -144,3 +240,14 @@ async def test_no_store_is_a_refusal(tmp_path: Path) -> None:
     with pytest.raises(errors.ServiceError) as caught:
         await AdapterCache(tmp_path, 10**6, None).ensure(AdapterRef("a", "sha256:" + "0" * 64))
     assert caught.value.code is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_finding_fetches_nothing(tmp_path: Path, store: tuple[Store, AdapterStoreStub]) -> None:
+    servicer, stub = store
+    cache, ref = AdapterCache(tmp_path, 10**6, stub), servicer.add("a")
+    assert await cache.find(ref) is None and servicer.num_fetches == 0
+    await cache.ensure(ref)
+    path = await cache.find(ref)
+    assert path is not None and whole(path, "a")
+    cache.release(ref)
+    cache.release(ref)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
 import queue
 import signal
@@ -14,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model_server import adapter_loader
+from model_server import adapter_loader, loader_process
 from model_server.adapter_bank import HostAdapter
-from model_server.adapter_layout import load_adapter
+from model_server.adapter_layout import load, load_adapter
 from model_server.adapter_loader import AdapterLoader
 from model_server.messages import Failure
 from model_server.models.llama import lora_groups
@@ -83,6 +85,45 @@ def test_bad_files_fail_their_own_adapter_only(loading: Loading, tiny: TinyModel
     for ref in (damaged, missing):
         failure = results[ref]
         assert isinstance(failure, Failure) and failure.damaged_files and ref.adapter_id in failure.message
+
+
+@pytest.mark.parametrize("lacking", [errno.ENOMEM, errno.EFBIG])
+def test_files_are_not_damaged_where_memory_lacks(tiny: TinyModel, files: HuggingFaceDirectory, lacking: int) -> None:
+    """Else verified files would be deleted, and fetched again, for as long as it does."""
+
+    def refuse(*_: object, **__: object) -> torch.Tensor:
+        raise OSError(lacking, os.strerror(lacking))
+
+    ref = AdapterRef("a", "sha256:a")
+    failure = load(ref, tiny.adapters["q4"], files.config, torch.float32, 64, refuse)
+    assert isinstance(failure, Failure) and not failure.damaged_files and failure.code == "RESOURCE_EXHAUSTED"
+
+
+def test_files_are_not_damaged_where_descriptors_lack(
+    tiny: TinyModel, files: HuggingFaceDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bytes:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    failure = load(AdapterRef("a", "sha256:a"), tiny.adapters["q4"], files.config, torch.float32, 64, torch.zeros)
+    assert isinstance(failure, Failure) and not failure.damaged_files and failure.code == "RESOURCE_EXHAUSTED"
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EINVAL, errno.ENOSYS])
+def test_the_process_starts_where_it_may_not_be_idle(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    asked: list[int] = []
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    monkeypatch.setattr(os, "nice", asked.append)
+    ours, theirs = multiprocessing.Pipe()
+    monkeypatch.setattr(sys, "argv", ["loader_process", str(os.dup(theirs.fileno()))])
+    ours.close()  # nobody wants anything of it: it returns
+    theirs.close()
+    loader_process.main()
+    assert asked == [19]
 
 
 def test_when_it_is_killed_what_was_under_way_fails_and_the_next_starts_another(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+import grpc
 import pytest
 from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as Backend
@@ -19,6 +20,8 @@ from model_server.runner import Sampled
 from model_server.tokenizer import Tokenizer
 from model_server.weights.huggingface import HuggingFaceDirectory
 from protos import common_pb2
+from protos.errors import ServiceError
+from tests.model_server.fake_engine import ended
 from tests.model_server.local_engine import LocalEngine
 from tests.model_server.tiny import VOCAB, TinyModel
 
@@ -51,7 +54,7 @@ def run(
         index += len(group)
         if answer.stopped:
             break
-    rest = answer.end(messages.Ended(1, finish, 0, None, index, None, None, 0.0, None, None, None, 0))
+    rest = answer.end(ended(1, finish, index))
     return [*sent, rest.text if rest is not None else ""], answer.choice_end()
 
 
@@ -113,3 +116,16 @@ def test_ids_past_the_tokenizer(tokenizer: Tokenizer, tiny: TinyModel, files: Hu
     stop = tokenizer.decode(said[at : at + 3])
     sent, end = run(tokenizer, [[token] for token in said], Finish.LENGTH, [stop])
     assert "".join(sent) == text[: text.index(stop)] and end.stop == stop
+
+
+def test_an_answer_with_a_hole_in_it_is_none(tokenizer: Tokenizer) -> None:
+    """Whether a later token shows it, or the engine's count."""
+    for last_index, last in ((2, None), (None, ended(1, Finish.LENGTH, 2)), (0, None)):
+        answer = Answer(0, tokenizer, (), 0)
+        answer.take(messages.Tokens(1, 0, [Sampled(G)]))
+        with pytest.raises(ServiceError) as caught:
+            if last is not None:
+                answer.end(last)
+            else:
+                answer.take(messages.Tokens(1, last_index, [Sampled(HI)]))
+        assert caught.value.code is grpc.StatusCode.INTERNAL

@@ -12,6 +12,7 @@ from typing import Any
 
 from model_server import messages
 from model_server.adapter_bank import HostAdapter, Load
+from model_server.cold_adapters import MAX_DOWNLOADS
 from model_server.engine import Engine
 from model_server.request import AdapterRef, Finish, Request, Sampling, State
 from model_server.runner import RunnerInfo
@@ -45,7 +46,7 @@ class User:
 
 
 class World:
-    """`ranks`: adapter name to rank; fetching takes `fetch_s`; adapters in `broken` fail to load."""
+    """`ranks`: adapter name to rank; a download takes `fetch_s`, reading up to `read_s`; adapters in `broken` fail to load."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class World:
         )
         self.ranks = ranks or {}
         self.broken = broken
-        self.fetch_s = fetch_s
+        self.fetch_s = self.read_s = fetch_s
         self.runner = SimulatedRunner(info, self.clock)
         # fixed_rows: of the runner's cost model.
         limits = {"max_batch_tokens": 64, "max_prefill_tokens": 32, "max_running": 16, "fixed_rows": 20.0} | limits
@@ -107,6 +108,9 @@ class World:
         self._due: list[tuple[float, int, Any]] = []
         self._sequence = itertools.count()
         self.num_loads: Counter[AdapterRef] = Counter()
+        self.on_disk: set[AdapterRef] = set()
+        self.held: set[AdapterRef] = set()  # of these, kept there for the engine
+        self.num_downloading = 0
         self.trace: list[tuple[float, str]] = []
 
     # Users -----------------------------------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ class World:
         else:
             rank = self.ranks[adapter.adapter_id]
             result = HostAdapter(dict.fromkeys(GROUPS, rank), rank * 100, adapter.revision)
-        delay_s = self.random.random() * self.fetch_s
+        delay_s = self.random.random() * self.read_s
         self.at(self.clock.now_s + delay_s, lambda: self.engine.adapter_loaded(adapter, result))
 
     def _check_prefetch(self, order: Iterable[Request], plan: Plan) -> Load | None:
@@ -226,8 +230,18 @@ class World:
     def _event(self, event: Any) -> None:
         now_s = self.clock.now_s
         match event:
-            case messages.AdapterWanted(wanted):
-                self.at(now_s + self.fetch_s, lambda: self.engine.handle(messages.AdapterFetched(wanted, "")))
+            case messages.AdapterWanted(wanted, download):
+                if wanted in self.on_disk:
+                    self._answer_in(0.0, messages.AdapterFetched(wanted, ""))
+                elif download:
+                    self.num_downloading += 1
+                    assert self.num_downloading <= MAX_DOWNLOADS
+                    self._answer_in(self.fetch_s, messages.AdapterFetched(wanted, ""))
+                else:
+                    self._answer_in(0.0, messages.AdapterMissing(wanted))
+            case messages.AdapterDone(done, _):
+                assert done in self.held, "files given back that were not held"
+                self.held.discard(done)
             case messages.Started(key):
                 self.users[key].num_started += 1
                 self.users[key].started_s = now_s
@@ -247,6 +261,17 @@ class World:
                     self.pinned[self._pins[key]] = None
         self.trace.append((now_s, repr(event)))
 
+    def _answer_in(self, delay_s: float, answer: Any) -> None:
+        def give() -> None:
+            if isinstance(answer, messages.AdapterFetched):
+                assert answer.ref not in self.held, "files handed out twice"
+                self.num_downloading -= answer.ref not in self.on_disk
+                self.on_disk.add(answer.ref)
+                self.held.add(answer.ref)
+            self.engine.handle(answer)
+
+        self.at(self.clock.now_s + delay_s, give)
+
     # What must hold when all is over ---------------------------------------------------------------------------------
 
     def check_answers(self) -> None:
@@ -265,5 +290,6 @@ class World:
         pool = self.engine.scheduler.pool
         assert pool.num_free == pool.num_pages, "pages leaked"
         self.engine.scheduler.check_integrity()
+        assert not self.held, "files are still held for the engine"
         assert self.pin_answers.keys() == self._pins.keys(), "a pin was never answered"
         assert self.engine.scheduler.bank.pinned.keys() == self.pinned.keys(), "a pin was lost or leaked"
