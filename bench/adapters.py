@@ -55,9 +55,9 @@ class Shapes:
             },
         )
 
-    def bytes_per_rank(self) -> int:
-        """Of bf16 A and B over all layers and targets."""
-        return 2 * self.num_layers * sum(inputs + outputs for _, inputs, outputs in self.modules.values())
+    def bytes_per_rank(self, value_bytes: int) -> int:
+        """Of A and B over all layers and targets, `value_bytes` a value."""
+        return value_bytes * self.num_layers * sum(inputs + outputs for _, inputs, outputs in self.modules.values())
 
 
 def write(adapters: Iterable[Adapter], shapes: Shapes, cache_dir: Path) -> dict[str, Path]:

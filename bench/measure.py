@@ -34,6 +34,7 @@ class Figures:
     """One round."""
 
     requests: int
+    distinct_adapters: int  # that they ask for
     requests_per_s: float
     output_tokens_per_s: float
     total_tokens_per_s: float
@@ -59,6 +60,7 @@ def figures(requests: Sequence[Request], outcomes: Sequence[Outcome]) -> Figures
     itl_ms = _quantiles(gaps_ms(outcomes))
     return Figures(
         requests=len(requests),
+        distinct_adapters=len({request.adapter for request in requests} - {None}),
         requests_per_s=len(requests) / duration_s,
         output_tokens_per_s=num_output / duration_s,
         total_tokens_per_s=(num_prompt + num_output) / duration_s,

@@ -22,6 +22,7 @@ ENGINES = (LORAMUX, LORAMUX_GRPC, *peer_setup.PEERS)
 # Up to here all adapters of a workload are given room on the device; beyond, the engine keeps its own limit.
 _MAX_ADAPTER_BYTES = 2**30
 _LEAST_ADAPTER_BYTES = 512 * 2**20
+_VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,9 @@ class Session:
         workload, options = self._workload, self._options
         shapes = adapter_shapes(open_model(options.model).config)
         cache_dir = peer_setup.BUILD / "bench"
-        wanted = sum(adapter.rank for adapter in workload.adapters) * shapes.bytes_per_rank()
+        # Adapters keep the dtype of activations, whatever the weights are stored in.
+        rank_bytes = shapes.bytes_per_rank(_VALUE_BYTES[options.dtype])
+        wanted = sum(adapter.rank for adapter in workload.adapters) * rank_bytes
         return Setup(
             model=options.model,
             dtype=options.dtype,

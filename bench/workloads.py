@@ -7,6 +7,7 @@ about, the others are what it is compared with (see reports.py).
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -139,6 +140,22 @@ class _Draw:
         count = sum(adapter.name != WARM_UP for adapter in adapters)
         return Workload(self.name, tuple(adapters), warm_up, (rounds,) * self.repeats, count, **more)
 
+    def cold_workload(self, banks: Sequence[Sequence[Adapter]], warm: Adapter, main: Sequence[Request]) -> Workload:
+        """A workload that repeats one round, each time with other adapters of the same `banks` while there are any: once
+        loaded they are no longer cold."""
+        warm_up = self.warm_up_with(warm)
+        shuffled = [
+            itertools.cycle(self.rng.permutation([adapter.name for adapter in bank]).tolist()) for bank in banks
+        ]
+        others = {adapter.name: names for bank, names in zip(banks, shuffled, strict=True) for adapter in bank}
+        repeats: list[Rounds] = []
+        for _ in range(self.repeats):
+            asked = dict.fromkeys(request.adapter for request in main if request.adapter is not None)
+            instead: dict[str | None, str] = {name: next(others[name]) for name in asked}
+            repeats.append({MAIN: tuple(replace(request, adapter=instead.get(request.adapter)) for request in main)})
+        adapters = [adapter for bank in banks for adapter in bank]
+        return Workload(self.name, (*adapters, warm), warm_up, tuple(repeats), len(adapters))
+
 
 def _named(count: int, rank: int, targets: tuple[str, ...] = ALL_TARGETS) -> list[Adapter]:
     return [Adapter(f"adapter-{index:04d}", rank, targets) for index in range(count)]
@@ -208,7 +225,8 @@ def _s_lora(
     adapters: int = 1000,
     rank: int = 8,
 ) -> Workload:
-    """Gamma arrivals, prompt and output uniform on [min_tokens, max_tokens), adapter ⌊n·U^(1/α)⌋. Adapters are cold."""
+    """Gamma arrivals, prompt and output uniform on [min_tokens, max_tokens), adapter ⌊n·U^(1/α)⌋. Adapters are cold
+    while there are new ones."""
     bank = _named(adapters, rank, ATTENTION_TARGETS)
     warm = Adapter(WARM_UP, rank, ATTENTION_TARGETS)
     main = []
@@ -216,7 +234,7 @@ def _s_lora(
         index = int(adapters * draw.rng.random() ** (1 / alpha)) if adapters else None
         prompt, output = draw.rng.integers(min_tokens, max_tokens, 2).tolist()
         main.append(Request(arrival_s, draw.prompt(prompt), output, None if index is None else bank[index].name))
-    return draw.workload([*bank, warm], draw.warm_up_with(warm), main)
+    return draw.cold_workload([bank], warm, main)
 
 
 def _arrivals(rng: np.random.Generator, rate: float, duration_s: float, cv: float = 1.0) -> list[float]:
@@ -239,7 +257,8 @@ def _chameleon(
     max_tokens: int = 256,
     adapters: int = 100,
 ) -> Workload:
-    """Poisson arrivals; ranks 8 to 128 in equal counts; within a rank the k-th adapter's share is k^−alpha."""
+    """Poisson arrivals; ranks 8 to 128 in equal counts; within a rank the k-th adapter's share is k^−alpha. Adapters are
+    cold while there are new ones."""
     ranks = (8, 16, 32, 64, 128)
     bank = [Adapter(f"adapter-{i:04d}", ranks[i % len(ranks)], ATTENTION_TARGETS) for i in range(max(adapters, 5))]
     warm = Adapter(WARM_UP, 16, ATTENTION_TARGETS)
@@ -251,7 +270,7 @@ def _chameleon(
         adapter = same_rank[draw.rng.choice(len(same_rank), p=weights / weights.sum())]
         prompt, output = draw.rng.integers(min_tokens, max_tokens, 2).tolist()
         main.append(Request(arrival_s, draw.prompt(prompt), output, adapter.name))
-    return draw.workload([*bank, warm], draw.warm_up_with(warm), main)
+    return draw.cold_workload(of_rank, warm, main)
 
 
 def _slot_thrash(

@@ -28,7 +28,8 @@ class Ops(Protocol):
         """x [T, K] -> [T, N]."""
 
     def logits(self, x: Tensor, packed: Any) -> Tensor:
-        """As `linear`, in fp32: x [S, C] -> [S, V]."""
+        """As `linear`, in fp32: x [S, C] -> [S, V]. Rounded as `linear` first, then widened, where the backend has no
+        product with a wider result."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x²) + eps) * weight, statistics in fp32. x [T, C]."""

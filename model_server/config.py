@@ -24,7 +24,8 @@ class Config(BaseSettings):
     model: str = "smollm2"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
-    # Storage of the weights of linears, where it is not `dtype`. "int8": fewer bytes to read, at a small error. CPU only.
+    # Storage of the weights of linears, where it is not `dtype`. "int8": fewer bytes to read, at a small error. CPU only, and
+    # not with float16.
     weight_dtype: Literal["int8"] | None = None
     # Threads of the CPU backend. 0: one for each core this process may use.
     num_threads: int = Field(default=0, ge=0)
@@ -72,6 +73,9 @@ class Config(BaseSettings):
             raise ValueError(f"max_batch_tokens ({self.max_batch_tokens}) is below max_running ({self.max_running})")
         if self.weight_dtype is not None and self.device != "cpu":
             raise ValueError(f"weight_dtype: {self.weight_dtype!r} needs device 'cpu', not {self.device!r}")
+        if self.weight_dtype is not None and self.dtype == "float16":
+            # The native kernels know no fp16: each product would first make a matrix of floats of its weights.
+            raise ValueError(f"weight_dtype: {self.weight_dtype!r} needs dtype 'float32' or 'bfloat16', not 'float16'")
         if self.adapter_bytes is not None and self.host_adapter_bytes < self.adapter_bytes:
             raise ValueError(
                 f"host_adapter_bytes ({self.host_adapter_bytes}) is below adapter_bytes ({self.adapter_bytes}): "

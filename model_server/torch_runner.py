@@ -82,10 +82,10 @@ class _Bank:
         self._row_table[adapter_index, : len(rows)] = index.to(torch.int32)
         self._ranks[adapter_index] = torch.tensor(weights.ranks, dtype=torch.int32, device=self._ranks.device)
 
-    def layer(self, layer: int, max_rank: int) -> LoraLayer:
+    def layers(self, max_rank: int) -> list[LoraLayer]:
         """`max_rank`: at least the largest rank among the adapters in use."""
         tables = LoraTables(self._row_table, self._ranks, max_rank)
-        return LoraLayer(self._a[layer], self._b[layer], self._offsets, tables)
+        return [LoraLayer(a, b, self._offsets, tables) for a, b in zip(self._a, self._b, strict=True)]
 
 
 class TorchRunner:
@@ -147,13 +147,13 @@ class TorchRunner:
             vocab_size=config.vocab_size,
             eos_token_ids=config.eos_token_ids,
             fixed_rows=self._measure_fixed_rows()
-            if device.type == "cpu" and num_pages >= _MEASURED_ROWS // PAGE_SIZE
+            if device.type == "cpu" and context_length >= _MEASURED_ROWS
             else None,
             loads_ahead=self._copies is not None,
         )
 
     def _new_pages(self, config: ModelConfig, num_pages: int, dtype: torch.dtype) -> KVLayer:
-        # Unlike the bank not filled: no slot past a request's context is read.
+        # Unlike the bank not filled: slots past a request's context may be read, but are masked.
         shape = (num_pages, config.num_kv_heads, PAGE_SIZE, config.head_dim)
         return KVLayer(
             torch.empty(shape, dtype=dtype, device=self._device), torch.empty(shape, dtype=dtype, device=self._device)
@@ -196,9 +196,10 @@ class TorchRunner:
     def _set_max_rank(self, rank: int) -> None:
         """Kernels choose tiles by the largest rank seen so far, in powers of two: few values, few graphs."""
         self._max_rank = min(1 << (rank - 1).bit_length(), self._rank_limit)
+        groups = {group: bank.layers(self._max_rank) for group, bank in self._banks.items()}
         self._lora = [
-            LoraLayers(**{group: bank.layer(layer, self._max_rank) for group, bank in self._banks.items()})
-            for layer in range(self._num_layers)
+            LoraLayers(**{group: layers[index] for group, layers in groups.items()})
+            for index in range(self._num_layers)
         ]
 
     def _join_copies(self) -> None:

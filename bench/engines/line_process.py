@@ -67,7 +67,8 @@ class LineProcess:
         """Close its input, which ends it; by force, with its children, if it does not end."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._signal(signal.SIGCONT)
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # of a question that it never read
+            self._process.stdin.close()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:

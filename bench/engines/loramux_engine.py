@@ -17,9 +17,8 @@ from bench.workloads import Request
 from model_server import messages
 from model_server.bridge import Bridge
 from model_server.config import ENGINE_ENVIRONMENT, Config
-from model_server.engine_stream import EngineStream, Event
 from model_server.request import AdapterRef, Finish, Sampling
-from protos import adapter_format
+from protos import adapter_format, errors
 
 
 class LoramuxEngine:
@@ -56,12 +55,17 @@ class LoramuxEngine:
         self._bridge.adapter_fetched(ref, self._paths[ref])
 
     async def _play(self, requests: Sequence[Request]) -> list[Outcome]:
-        recorder = _Recorder(len(requests))
-        for index in sorted(range(len(requests)), key=lambda index: requests[index].arrival_s):
-            request = requests[index]
-            await asyncio.sleep(max(0.0, request.arrival_s - recorder.now_s()))
-            key = self._bridge.submit(
-                recorder,
+        started_s = time.monotonic()
+        return await asyncio.gather(*(self._ask(index, each, started_s) for index, each in enumerate(requests)))
+
+    async def _ask(self, index: int, request: Request, started_s: float) -> Outcome:
+        await asyncio.sleep(max(0.0, started_s + request.arrival_s - time.monotonic()))
+        times_s: list[float] = []
+        load_s = 0.0
+        stream = self._bridge.open(1, lambda ended: None)
+        try:
+            self._bridge.submit(
+                stream,
                 request_id=f"bench-{index}",
                 prompt_ids=list(request.prompt_ids),
                 sampling=Sampling(max_tokens=request.output_tokens, ignore_eos=True),
@@ -71,12 +75,19 @@ class LoramuxEngine:
                 arrived_s=time.monotonic(),
                 deadline_s=None,
             )
-            recorder.index_of[key] = index
-        await recorder.complete
-        return [
-            Outcome(tuple(times), load_s)
-            for times, load_s in zip(recorder.token_times_s, recorder.loads_s, strict=True)
-        ]
+            async for event in stream:
+                match event:
+                    case messages.Tokens(sampled=sampled):
+                        times_s += [time.monotonic() - started_s] * len(sampled)
+                    case messages.Ended(finish=Finish.LENGTH):
+                        load_s = event.adapter_load_s
+                    case messages.Ended():
+                        raise RuntimeError(f"{event.finish.value}: {event.failure.message if event.failure else ''}")
+        except errors.ServiceError as error:
+            raise RuntimeError(str(error)) from error
+        finally:
+            self._bridge.close(stream)
+        return Outcome(tuple(times_s), load_s)
 
 
 @contextmanager
@@ -89,37 +100,3 @@ def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in wanted.keys() - before.keys():
             del os.environ[name]
-
-
-class _Recorder(EngineStream):
-    """All requests of a round: events are noted as the bridge hands them over, so that measuring costs little."""
-
-    def __init__(self, num_requests: int) -> None:
-        super().__init__(cancel=lambda key: None, on_end=lambda ended: None)
-        self._start_s = time.monotonic()
-        self._num_missing = num_requests
-        self.index_of: dict[int, int] = {}
-        self.token_times_s: list[list[float]] = [[] for _ in range(num_requests)]
-        self.loads_s = [0.0] * num_requests
-        self.complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def now_s(self) -> float:
-        return time.monotonic() - self._start_s
-
-    def put(self, event: Event | None) -> None:
-        match event:
-            case messages.Tokens(key=key, sampled=sampled):
-                self.token_times_s[self.index_of[key]] += [self.now_s()] * len(sampled)
-            case messages.Ended(key=key):
-                self.loads_s[self.index_of[key]] = event.adapter_load_s
-                self._num_missing -= 1
-                if event.finish is not Finish.LENGTH:
-                    self._fail(f"{event.finish.value}: {event.failure.message if event.failure else ''}")
-                elif not self._num_missing:
-                    self.complete.set_result(None)
-            case None:
-                self._fail("the engine process died")
-
-    def _fail(self, why: str) -> None:
-        if not self.complete.done():
-            self.complete.set_exception(RuntimeError(why))

@@ -7,6 +7,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -34,26 +35,25 @@ class LoramuxGrpc:
         self.facts: Mapping[str, str] = {"dtype": setup.dtype}
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="loramux-bench-")
         settings = {
             f"LORAMUX_MODEL_SERVER_{name.upper()}": value for name, value in server_settings(self._setup).items()
         }
         settings["LORAMUX_GATEWAY_API_KEYS"] = json.dumps({key: tenant for tenant, key in self._keys.items()})
         # The gateway is not to hold back what the engine could batch.
         settings["LORAMUX_GATEWAY_QUEUE_LIMIT"] = settings["LORAMUX_MODEL_SERVER_MAX_REQUESTS"]
-        self._stack = Stack(StackConfig(data_dir=Path(self._folder.name), model=self._setup.model, settings=settings))
-        self._stack.start()
-        try:
+        with ExitStack() as starting:
+            folder = Path(starting.enter_context(tempfile.TemporaryDirectory(prefix="loramux-bench-")))
+            config = StackConfig(data_dir=folder, model=self._setup.model, settings=settings)
+            self._stack = starting.enter_context(Stack(config))
             asyncio.run(self._publish())
             self._client = LineProcess(
                 [sys.executable, "-m", "bench.engines.grpc_client"],
                 {"PYTHONPATH": str(_ROOT)},
-                Path(self._folder.name) / "logs" / "client.log",
+                folder / "logs" / "client.log",
             )
+            starting.callback(self._client.stop)
             self._client.ask({"gateway": self._stack.gateway, "keys": self._keys})
-        except BaseException:
-            self._stack.stop()
-            raise
+            self._running = starting.pop_all()
         return self
 
     def play(self, requests: Sequence[Request]) -> list[Outcome]:
@@ -63,9 +63,7 @@ class LoramuxGrpc:
         return [Outcome(tuple(outcome["token_times_s"]), outcome["adapter_load_s"]) for outcome in answer["outcomes"]]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._client.stop()
-        self._stack.stop()
-        self._folder.cleanup()
+        self._running.close()
 
     async def _publish(self) -> None:
         """Push every adapter; returns when the gateway knows them all."""

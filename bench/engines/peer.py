@@ -41,7 +41,7 @@ class PeerEngine:
         self._process = LineProcess(
             # -P: what lies beside the script is not on the import path.
             [peer_setup.python_of(self._name), "-P", scripts / "runner.py", self._peer.script],
-            {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **self._peer.environment},
+            {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **peer_setup.environment_of(self._name)},
             peer_setup.BUILD / "bench" / f"{self._name}.log",
             stopped_between=True,
         )

@@ -20,11 +20,11 @@ import sys
 import time
 from pathlib import Path
 
-CACHE_DIR = Path("~/.cache/loramux/kernels").expanduser()
+CACHE_DIR = Path("~/.cache/loramux/kernels")
 _LOG = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "native"
-# Not clang++: its OpenMP would be a second pool of threads beside torch's.
-_COMPILERS = ("g++", "c++")
+# Not clang++, which c++ may be: its OpenMP would be a second pool of threads beside torch's.
+_COMPILER = "g++"
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _TIMEOUT_S = 600.0
 
@@ -46,9 +46,13 @@ def load(cache_dir: Path = CACHE_DIR) -> ctypes.CDLL | None:
 def build(cache_dir: Path = CACHE_DIR) -> Path:
     """The library's path, compiled unless it is there for these sources, compiler and CPU. Safe in many processes at
     once: one builds, the others wait. Raises BuildError or OSError."""
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    compiler = shutil.which(_COMPILER)
     if compiler is None:
-        raise BuildError(f"no C++ compiler ({', '.join(_COMPILERS)})")
+        raise BuildError(f"no C++ compiler ({_COMPILER})")
+    try:
+        cache_dir = cache_dir.expanduser()
+    except RuntimeError as error:  # a user without a home
+        raise BuildError(f"{cache_dir}: {error}") from error
     library = cache_dir / f"cpu-{_key(compiler)}.so"
     if library.exists():
         return library

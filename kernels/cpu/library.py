@@ -16,7 +16,19 @@ from torch import Tensor
 
 from kernels.cpu import build
 from kernels.cpu.decoder import NativeDecoder, describe, describe_step, linears_of
-from kernels.layouts import BASE, Batch, Decoder, KVLayer, LoraLayer, LoraLayers, LoraTables, check, check_index
+from kernels.layouts import (
+    BASE,
+    PAGE_SIZE,
+    Batch,
+    Decoder,
+    DecoderLayer,
+    KVLayer,
+    LoraLayer,
+    LoraLayers,
+    LoraTables,
+    check,
+    check_index,
+)
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _WEIGHT_TYPES = {**_TYPES, torch.int8: 2}
@@ -93,6 +105,9 @@ class Library:
         )
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        _check_norm("weight", weight, x.shape[1])
+        if residual is not None:
+            check(residual.shape == x.shape, f"residual: shape {tuple(residual.shape)}, want {tuple(x.shape)}")
         out = torch.empty_like(x)
         self._rms_norm(
             _TYPES[x.dtype], out.data_ptr(), x.data_ptr(), _address(residual), weight.data_ptr(),
@@ -102,6 +117,7 @@ class Library:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         rows, width = gate_up.shape
+        check(width % 2 == 0, f"gate_up: {width} wide, want gate and up of equal width")
         out = gate_up.new_empty(rows, width // 2)
         self._silu_mul(_TYPES[gate_up.dtype], out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
         return out
@@ -119,6 +135,14 @@ class Library:
     ) -> Tensor:
         rows = qkv.shape[0]
         _, num_kv_heads, _, head_dim = kv.k_pages.shape
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        check(qkv.shape[1] == width, f"qkv: {qkv.shape[1]} wide, want {width}")
+        _check_pages(kv)
+        _check_rotary(cos_sin, head_dim)
+        _check_norm("q_norm", q_norm, head_dim)
+        _check_norm("k_norm", k_norm, head_dim)
+        check_index("positions", batch.positions, (rows,))
+        check_index("slot_mapping", batch.slot_mapping, (rows,))
         self._kv_append(
             _TYPES[qkv.dtype], qkv.data_ptr(), kv.k_pages.data_ptr(), kv.v_pages.data_ptr(),
             _address(q_norm), _address(k_norm), cos_sin.data_ptr(), batch.positions.data_ptr(),
@@ -128,12 +152,17 @@ class Library:
 
     def paged_attention(self, q: Tensor, kv: KVLayer, batch: Batch, scale: float, window: int | None) -> Tensor:
         rows, num_heads, head_dim = q.shape
+        _, num_kv_heads, _, page_dim = kv.k_pages.shape
+        check(head_dim == page_dim, f"q: shape {tuple(q.shape)}, want [T, H, {page_dim}]")
+        check(num_heads % num_kv_heads == 0, f"q: {num_heads} heads over {num_kv_heads} K/V heads")
         check(q.stride()[1:] == (head_dim, 1), f"q: stride {q.stride()}, want heads without gaps")
+        _check_pages(kv)
+        _check_requests(batch)
         out = q.new_empty(rows, num_heads * head_dim)
         self._paged_attention(
             _TYPES[q.dtype], out.data_ptr(), q.data_ptr(), q.stride(0), kv.k_pages.data_ptr(), kv.v_pages.data_ptr(),
             batch.query_indptr.data_ptr(), batch.context_lens.data_ptr(), batch.page_table.data_ptr(),
-            batch.page_table.shape[1], rows, batch.num_requests, num_heads, kv.k_pages.shape[1], head_dim,
+            batch.page_table.shape[1], rows, batch.num_requests, num_heads, num_kv_heads, head_dim,
             window or 0, scale,
         )  # fmt: skip
         return out
@@ -159,6 +188,7 @@ class Library:
         rows, in_features = x.shape
         data, out_features = weight.data, weight.out_features
         check(data.shape[1] == in_features, f"x: {in_features} features, the weight takes {data.shape[1]}")
+        _check_vectors(out_features, x.dtype, scales, bias)
         check(out_dtype in (None, x.dtype, torch.float32), f"out_dtype: {out_dtype}, want that of x or fp32")
         y = x.new_empty(rows, out_features, dtype=out_dtype or x.dtype)
         self._linear(
@@ -171,6 +201,8 @@ class Library:
         self._check_once(layer, plan)
         tables = layer.tables
         rows, in_features = x.shape
+        _check_group(layer, in_features, y.shape[1])
+        check(len(y) == rows, f"y: {len(y)} rows, x has {rows}")
         offsets = (ctypes.c_int64 * len(layer.slice_offsets))(*layer.slice_offsets)
         self._lora(
             _TYPES[x.dtype], y.data_ptr(), x.data_ptr(), layer.a.data_ptr(), layer.b.data_ptr(),
@@ -182,7 +214,9 @@ class Library:
     def decoder(self, native: NativeDecoder, hidden: Tensor, batch: Batch, plan: Plan) -> Tensor:
         for group in native.tables():
             self._check_once(group, plan)
+        _check_requests(batch)
         check(len(hidden) == len(batch.positions), f"hidden: {len(hidden)} rows, the batch has {len(batch.positions)}")
+        check(hidden.shape[1:] == native.decoder.final_norm.shape, f"hidden: {hidden.shape[1]} wide, not as the model")
         check(self.takes(hidden, native.decoder.final_norm), "hidden: want the model's dtype, no gaps")
         out = torch.empty_like(hidden)
         scratch = hidden.new_empty(len(hidden) * native.scratch_width)
@@ -220,8 +254,69 @@ class Library:
                 tensors += [group.a, group.b] if group is not None else []
         if decoder.activation != "silu" or not self.takes_heads(kv[0]) or not self.takes(*tensors) or len(shapes) > 1:
             return None
-        check(decoder.cos_sin.dtype == torch.float32 and decoder.cos_sin.is_contiguous(), "cos_sin: want fp32, no gaps")
+        for index, layer in enumerate(decoder.layers):
+            _check_layer(decoder, layer, kv[index], lora[index] if lora is not None else LoraLayers())
         return describe(decoder, kv, lora, _TYPES, _WEIGHT_TYPES, few_rows)
+
+
+def _check_layer(decoder: Decoder, layer: DecoderLayer, kv: KVLayer, lora: LoraLayers) -> None:
+    """That its parts fit together: what is checked of each operation where it is called alone."""
+    hidden, inner = len(decoder.final_norm), layer.down.native.data.shape[1]
+    _, num_kv_heads, _, head_dim = kv.k_pages.shape
+    heads = decoder.num_heads * head_dim
+    _check_pages(kv)
+    _check_rotary(decoder.cos_sin, head_dim)
+    check(decoder.num_heads % num_kv_heads == 0, f"num_heads: {decoder.num_heads} over {num_kv_heads} K/V heads")
+    for name, inputs, outputs in (
+        ("qkv", hidden, heads + 2 * num_kv_heads * head_dim),
+        ("o", heads, hidden),
+        ("gate_up", hidden, 2 * inner),
+        ("down", inner, hidden),
+    ):
+        packed, group = getattr(layer, name), getattr(lora, name)
+        shape = packed.native.out_features, packed.native.data.shape[1]
+        check(shape == (outputs, inputs), f"{name}: shape {shape}, want {(outputs, inputs)}")
+        _check_vectors(outputs, decoder.final_norm.dtype, packed.scales, packed.bias)
+        if group is not None:
+            _check_group(group, inputs, outputs)
+    for name, size in (("input_norm", hidden), ("post_norm", hidden), ("q_norm", head_dim), ("k_norm", head_dim)):
+        _check_norm(name, getattr(layer, name), size)
+
+
+def _check_norm(name: str, weight: Tensor | None, size: int) -> None:
+    check(weight is None or tuple(weight.shape) == (size,), f"{name}: want {size} values")
+
+
+def _check_rotary(cos_sin: Tensor, head_dim: int) -> None:
+    check(cos_sin.dtype == torch.float32 and cos_sin.is_contiguous(), "cos_sin: want fp32, no gaps")
+    check(cos_sin.dim() == 2 and cos_sin.shape[1] == head_dim, f"cos_sin: want [max position, {head_dim}]")
+
+
+def _check_pages(kv: KVLayer) -> None:
+    check(kv.k_pages.shape == kv.v_pages.shape, "v_pages: K and V must have one shape")
+    check(kv.k_pages.shape[2] == PAGE_SIZE, f"k_pages: {kv.k_pages.shape[2]} slots a page, want {PAGE_SIZE}")
+
+
+def _check_requests(batch: Batch) -> None:
+    check_index("query_indptr", batch.query_indptr, (batch.num_requests + 1,))
+    check_index("context_lens", batch.context_lens, (batch.num_requests,))
+    check(len(batch.page_table) == batch.num_requests, f"page_table: want {batch.num_requests} rows")
+
+
+def _check_vectors(out_features: int, dtype: torch.dtype, scales: Tensor | None, bias: Tensor | None) -> None:
+    for name, tensor, want in (("scales", scales, torch.float32), ("bias", bias, dtype)):
+        if tensor is not None:
+            check(tensor.dtype == want and tensor.is_contiguous(), f"{name}: want {want}, no gaps")
+            check(tuple(tensor.shape) == (out_features,), f"{name}: want {out_features} values")
+
+
+def _check_group(layer: LoraLayer, in_features: int, out_features: int) -> None:
+    offsets, (rows, *inputs) = layer.slice_offsets, layer.a.shape
+    want = [len(offsets) - 1, in_features]
+    check(inputs == want, f"a: shape {tuple(layer.a.shape)}, want {(rows, *want)}")
+    check(offsets[0] == 0 and list(offsets) == sorted(offsets), f"slice_offsets: {offsets} must rise from 0")
+    check(offsets[-1] == out_features, f"slice_offsets: {offsets} must end at {out_features}, as wide as y")
+    check(tuple(layer.b.shape) == (rows, out_features), f"b: shape {tuple(layer.b.shape)}, want {(rows, out_features)}")
 
 
 def _check_tables(tables: LoraTables, layer: LoraLayer) -> None:

@@ -59,6 +59,7 @@ class CpuOps(TorchCpuOps):
         self._described: deque[_Described] = deque(maxlen=8)
 
     def plan(self, batch: Batch) -> None:
+        super().plan(batch)
         if self._native is not None:
             batch.plan["native"] = library.make_plan(batch)
 
@@ -92,7 +93,8 @@ class CpuOps(TorchCpuOps):
         return functional.linear(x, weight, packed.bias)
 
     def logits(self, x: Tensor, packed: Packed) -> Tensor:
-        # A head that has both layouts is rounded as oneDNN rounds it: a tie must not depend on the number of rows.
+        # A head that has both layouts is rounded as oneDNN rounds it, for few rows too: ties would else come and go with the
+        # number of rows.
         if self._native is None or packed.native is None or packed.prepacked is not None:
             return super().logits(x, packed)
         return self._native.linear(x.contiguous(), packed.native, packed.scales, packed.bias, torch.float32)

@@ -25,6 +25,9 @@ T = TypeVar("T")
 class TorchCpuOps(ReferenceOps):
     """See `kernels.ops.Ops`."""
 
+    def plan(self, batch: Batch) -> None:
+        batch.plan.clear()  # of another step, where a batch is used again
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
         if not prepacks(weight.dtype):
             return super().pack_linear(weight, bias)

@@ -168,6 +168,8 @@ class _Weights:
     def add(self, name: str, tensor: Tensor) -> None:
         if name in self._plain:
             _check_shape(name, tensor, self._plain[name])
+            if name in self.vectors:
+                raise ValueError(f"tensor {name!r} is there twice")
             self.vectors[name] = tensor.to(self._device, self._dtype)
             return
         if name not in self._parts:

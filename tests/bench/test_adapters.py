@@ -30,7 +30,7 @@ def test_the_store_and_the_model_server_take_them(shapes: adapters.Shapes, tmp_p
         assert facts.max_rank == adapter.rank and facts.target_modules == tuple(sorted(adapter.targets))
     host = load_adapter(directories["all"], open_model("smollm2").config, torch.bfloat16, 8)
     assert host.rank_rows == {"qkv": 4, "o": 4, "gate_up": 4, "down": 4}
-    assert host.num_bytes == 4 * shapes.bytes_per_rank()
+    assert host.num_bytes == 4 * shapes.bytes_per_rank(2)
 
 
 def test_values_are_random_and_of_sensible_size(shapes: adapters.Shapes, tmp_path: Path) -> None:

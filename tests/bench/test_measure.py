@@ -31,7 +31,7 @@ def test_rates_and_latencies() -> None:
     assert found.ttft_ms_p99 == pytest.approx(250 + 0.99 * 250)
     assert found.itl_ms_p50 == pytest.approx(375) and found.itl_ms_p99 == pytest.approx(500)
     assert len(found.ttft_ms) == len(found.itl_ms) == 101
-    assert found.adapter_hit_rate is None
+    assert found.adapter_hit_rate is None and found.distinct_adapters == 0
 
 
 def test_one_token_has_no_gaps() -> None:
@@ -47,6 +47,7 @@ def test_a_missing_token_is_no_measurement() -> None:
 def test_hit_rate_counts_requests_with_adapters() -> None:
     requests = [request(), request(adapter="x"), request(adapter="x"), request(adapter="y")]
     loads = [0.0, 0.3, 0.0, 0.0]
+    assert measure.figures(requests, [steady(0, 1) for _ in requests]).distinct_adapters == 2
     assert measure.hit_rate(requests, [steady(0, 1, load_s=load) for load in loads]) == pytest.approx(2 / 3)
     assert measure.hit_rate(requests, [steady(0, 1, load_s=None)] * 4) is None
 

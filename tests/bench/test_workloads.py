@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -94,17 +95,37 @@ def test_s_lora_lengths_and_adapters() -> None:
     requests = workload.repeats[0][MAIN]
     for lengths in ([len(r.prompt_ids) for r in requests], [r.output_tokens for r in requests]):
         assert min(lengths) >= 8 and max(lengths) < 512 and np.mean(lengths) == pytest.approx(260, rel=0.06)
-    # ⌊n·U²⌋: a third of n on average, and a tenth of all below n/100.
-    indices = [int(str(r.adapter).rpartition("-")[2]) for r in requests]
-    assert np.mean(indices) == pytest.approx(100 / 3, rel=0.1)
-    assert np.mean(np.array(indices) == 0) == pytest.approx(0.1, abs=0.03)
+    # ⌊n·U²⌋: a tenth of all is for the first of a hundred, half for the first quarter.
+    shares = np.array(per_adapter(requests)) / len(requests)
+    assert shares[0] == pytest.approx(0.1, abs=0.03)
+    assert shares[:25].sum() == pytest.approx(0.5, rel=0.1)
     assert workload.num_adapters == 100 and len(workload.adapters) == 101
 
 
-def test_s_lora_warm_up_leaves_its_adapters_cold() -> None:
-    workload = workloads.build("s-lora", adapters=10)
+@pytest.mark.parametrize(("name", "adapters"), [("s-lora", 1000), ("chameleon", 1000)])
+def test_adapters_are_cold_in_every_repeat(name: str, adapters: int) -> None:
+    workload = workloads.build(name, adapters=adapters, repeats=3)
     assert {r.adapter for r in workload.warm_up} == {None, workloads.WARM_UP}
-    assert workloads.WARM_UP not in {r.adapter for r in workload.repeats[0][MAIN]}
+    mains = [rounds[MAIN] for rounds in workload.repeats]
+    asked = [{r.adapter for r in main} for main in mains]
+    assert workloads.WARM_UP not in set.union(*asked)
+    assert sum(map(len, asked)) == len(set.union(*asked)), "no repeat asks for another's adapters"
+    ranks = {adapter.name: adapter.rank for adapter in workload.adapters}
+    for main in mains[1:]:  # the same but for their names
+        assert [replace(r, adapter=None) for r in main] == [replace(r, adapter=None) for r in mains[0]]
+        assert len(set(zip(main_names(main), main_names(mains[0]), strict=True))) == len(asked[0])
+        assert [ranks[n] for n in main_names(main)] == [ranks[n] for n in main_names(mains[0])]
+
+
+def main_names(requests: Sequence[Request]) -> list[str]:
+    return [str(request.adapter) for request in requests]
+
+
+@pytest.mark.parametrize("adapters", [0, 1, 10])
+def test_s_lora_asks_again_where_there_are_no_others(adapters: int) -> None:
+    workload = workloads.build("s-lora", adapters=adapters, repeats=3)
+    for rounds in workload.repeats:
+        assert len({r.adapter for r in rounds[MAIN]}) == max(1, adapters)
 
 
 def test_chameleon_mixes_ranks_evenly_by_power_law() -> None:
@@ -113,12 +134,10 @@ def test_chameleon_mixes_ranks_evenly_by_power_law() -> None:
     ranks = Counter(rank_of[name] for name in rank_of if name != workloads.WARM_UP)
     assert ranks == {8: 20, 16: 20, 32: 20, 64: 20, 128: 20}
     requests = Counter(str(r.adapter) for r in workload.repeats[0][MAIN])
-    by_rank: Counter[int] = Counter()
-    for name, count in requests.items():
-        by_rank[rank_of[name]] += count
-    assert all(count == pytest.approx(requests.total() / 5, rel=0.15) for count in by_rank.values())
+    by_rank = {rank: [n for name, n in requests.most_common() if rank_of[name] == rank] for rank in ranks}
+    assert all(sum(counts) == pytest.approx(requests.total() / 5, rel=0.15) for counts in by_rank.values())
     # k^−1: the first of a rank is asked twice as often as the second.
-    first, second = (sum(requests[f"adapter-{5 * k + i:04d}"] for i in range(5)) for k in (0, 1))
+    first, second = (sum(counts[k] for counts in by_rank.values()) for k in (0, 1))
     assert first / second == pytest.approx(2, rel=0.2)
 
 

@@ -3,7 +3,9 @@ buckets. Every request's tokens are those PEFT gives it alone."""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -61,6 +63,26 @@ def test_mixed_chunked_preempted_equals_alone(tiny: TinyModel, files: HuggingFac
     for key, (target, ids) in zip(keys, asked, strict=True):
         assert local.tokens[key] == tiny.greedy(target, ids, num_tokens), target
     assert local.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("context_length", [32, 47, 48])
+def test_the_cost_of_rows_is_measured_within_the_context(tiny: TinyModel, tmp_path: Path, context_length: int) -> None:
+    """Longer prompts than the model takes would read past its table of angles."""
+    copy = shutil.copytree(tiny.directory, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text()) | {"max_position_embeddings": context_length}
+    (copy / "config.json").write_text(json.dumps(config))
+    local = engine(HuggingFaceDirectory(copy), tiny)
+    assert (local.runner.info.fixed_rows is None) == (context_length < 48)
+    asked = prompt(Random(0), 20)
+    key = local.submit(asked, 8)
+    local.run()
+    assert local.tokens[key] == tiny.greedy(None, asked, 8)
+
+
+def test_layers_share_their_tables(tiny: TinyModel, files: HuggingFaceDirectory) -> None:
+    """As backends that note something per tables take them to do."""
+    first, second = engine(files, tiny).runner._lora
+    assert first.qkv is not None and second.qkv is not None and first.qkv.tables is second.qkv.tables
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 15, 16, 17, 32])

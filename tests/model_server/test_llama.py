@@ -167,6 +167,24 @@ def test_wrong_tensors_are_named(change: Any, message: str, tmp_path: Path) -> N
         LlamaModel(files.config, tensors.items(), ReferenceOps(), torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    ],
+)
+def test_a_tensor_that_comes_twice_is_named(name: str, tmp_path: Path) -> None:
+    make_model(FAMILIES["llama"]()).save_pretrained(tmp_path)
+    files = HuggingFaceDirectory(tmp_path)
+    tensors = dict(files.tensors())
+    twice = [*tensors.items(), (name, tensors[name])]
+    with pytest.raises(ValueError, match=f"'{name}' is there twice"):
+        LlamaModel(files.config, twice, ReferenceOps(), torch.float32, torch.device("cpu"))
+
+
 def test_old_style_rope_fields_mean_the_same(tmp_path: Path) -> None:
     model = make_model(FAMILIES["llama3-rope"]())
     model.save_pretrained(tmp_path)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "kernels.hpp"
@@ -35,9 +36,9 @@ void merge(Partial into, Partial from, int64_t rows, int64_t dim) {
     float peak = std::max(into.peak[r], from.peak[r]);
     float keep = std::exp(into.peak[r] - peak), take = std::exp(from.peak[r] - peak);
     into.peak[r] = peak;
-    into.weight[r] = into.weight[r] * keep + from.weight[r] * take;
-    for (int64_t i = 0; i < dim; i += kLanes)
-      store(into.values + r * dim + i, load(into.values + r * dim + i) * keep + load(from.values + r * dim + i) * take);
+    into.weight[r] = std::fma(from.weight[r], take, into.weight[r] * keep);
+    for (int64_t i = r * dim; i < (r + 1) * dim; i += kLanes)
+      store(into.values + i, multiply_add(load(from.values + i), splat(take), load(into.values + i) * keep));
   }
 }
 
@@ -136,20 +137,21 @@ struct Attention {
     }
     const int64_t size = group() * (dim + 2);
     auto of = [&](float* p, int64_t vectors) { return Partial{p, p + vectors, p + 2 * vectors}; };
-    std::vector<float> shared(partials * size);
+    // Not cleared, like scratch: what is read was written.
+    const std::unique_ptr<float[]> shared(new float[partials * size]);
 #pragma omp parallel
     {
-      std::vector<float> scratch(kBlockRows * group() * (2 * (dim + 2) + dim + kSplit));
+      const std::unique_ptr<float[]> scratch(new float[kBlockRows * group() * (2 * (dim + 2) + dim + kSplit)]);
 #pragma omp for schedule(dynamic)
       for (size_t item = 0; item < work.size(); item++) {
         const Work& w = work[item];
         const int64_t vectors = w.num_rows * group();
-        float *query = scratch.data(), *scores = query + vectors * dim, *rest = scores + vectors * kSplit;
+        float *query = scratch.get(), *scores = query + vectors * dim, *rest = scores + vectors * kSplit;
         for (int64_t r = 0; r < vectors; r++) {
           const T* from = q + (w.row + r / group()) * q_stride + (w.kv_head * group() + r % group()) * dim;
           for (int64_t i = 0; i < dim; i += kLanes) store(query + r * dim + i, load(from + i) * scale);
         }
-        Partial total = w.partial < 0 ? of(rest, vectors) : of(shared.data() + w.partial * size, vectors);
+        Partial total = w.partial < 0 ? of(rest, vectors) : of(shared.get() + w.partial * size, vectors);
         Partial next = of(rest + vectors * (dim + 2), vectors);
         split(w, w.first_split, query, scores, total);
         for (int32_t s = w.first_split + 1; s < w.first_split + w.num_splits; s++) {
@@ -163,9 +165,9 @@ struct Attention {
         for (size_t item = 0; item < work.size(); item++) {
           const Work& w = work[item];
           if (w.partial < 0 || w.first_split > 0) continue;
-          Partial total = of(shared.data() + w.partial * size, group());
+          Partial total = of(shared.get() + w.partial * size, group());
           for (size_t other = item + 1; other < work.size() && work[other].partial >= 0 && work[other].first_split > 0; other++)
-            merge(total, of(shared.data() + work[other].partial * size, group()), group(), dim);
+            merge(total, of(shared.get() + work[other].partial * size, group()), group(), dim);
           write(w, total);
         }
       }

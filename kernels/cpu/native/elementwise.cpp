@@ -98,8 +98,8 @@ void kv_append(int type, void* qkv_p, void* k_pages_p, void* v_pages_p, const vo
         if (!to) continue;
         for (int64_t i = 0; i < half; i += kLanes) {
           Vec first = load(wide + i), second = load(wide + half + i), c = load(cos + i), s = load(sin + i);
-          store(to + i, first * c - second * s);
-          store(to + half + i, second * c + first * s);
+          store(to + i, multiply_add(first, c, -(second * s)));
+          store(to + half + i, multiply_add(second, c, first * s));
         }
       }
       if (slots[t] >= 0)

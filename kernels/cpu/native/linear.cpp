@@ -6,8 +6,8 @@
 // kDepth stays in the first-level cache while all rows pass by.
 
 #include <algorithm>
+#include <memory>
 #include <type_traits>
-#include <vector>
 
 #include "kernels.hpp"
 #include "vector.hpp"
@@ -116,23 +116,25 @@ void tiles(const float* x, int64_t x_stride, int64_t rows, const W* w, int64_t d
 template <class Y, class T, class W>
 void linear(Y* y, const T* x, const W* w, const float* scales, const T* bias, int64_t rows, int64_t n, int64_t k) {
   const int64_t panels = (n + kPanel - 1) / kPanel;
-  std::vector<float> wide_x;
+  // Not cleared, like the others here: what is read was written.
+  std::unique_ptr<float[]> wide_x;
   const float* values;
   if constexpr (std::is_same_v<T, float>) {
     values = x;
   } else {
-    wide_x.resize(rows * k);
-    values = wide_x.data();
+    wide_x.reset(new float[rows * k]);
+    values = wide_x.get();
 #pragma omp parallel for if (rows * k >= kParallel)
     for (int64_t t = 0; t < rows; t++) {
       int64_t i = t * k;
-      for (; i + kLanes <= (t + 1) * k; i += kLanes) store(wide_x.data() + i, load(x + i));
+      for (; i + kLanes <= (t + 1) * k; i += kLanes) store(wide_x.get() + i, load(x + i));
       for (; i < (t + 1) * k; i++) wide_x[i] = load_one(x[i]);
     }
   }
 #pragma omp parallel if (rows * n * k >= kParallel)
   {
-    std::vector<float> sums(std::max<int64_t>(2, std::min(rows, kBlockRows)) * kPanel), wide(kDepth * kPanel);
+    const std::unique_ptr<float[]> sums(new float[std::max<int64_t>(2, std::min(rows, kBlockRows)) * kPanel]);
+    const std::unique_ptr<float[]> wide(new float[kDepth * kPanel]);
     // sums [count][kPanel] += rows `start` on times panel p
     auto multiply = [&](int64_t start, int64_t count, int64_t p) {
       for (int64_t i = 0; i < k; i += kDepth) {
@@ -143,10 +145,10 @@ void linear(Y* y, const T* x, const W* w, const float* scales, const T* bias, in
         const int64_t bytes = depth * kPanel * sizeof(W), shares = (count + kMostRows - 1) / kMostRows;
         const Ahead ahead{reinterpret_cast<const char*>(part) + bytes, (bytes / 64 + shares - 1) / shares};
         if (std::is_same_v<W, float> || count <= kMostRows) {
-          tiles(from, k, count, part, depth, sums.data(), ahead);
+          tiles(from, k, count, part, depth, sums.get(), ahead);
         } else {  // each weight is used by several tiles: widen it once
-          for (int64_t j = 0; j < depth * kPanel; j += kLanes) store(wide.data() + j, load(part + j));
-          tiles(from, k, count, static_cast<const float*>(wide.data()), depth, sums.data(), ahead);
+          for (int64_t j = 0; j < depth * kPanel; j += kLanes) store(wide.get() + j, load(part + j));
+          tiles(from, k, count, static_cast<const float*>(wide.get()), depth, sums.get(), ahead);
         }
       }
     };
@@ -170,15 +172,15 @@ void linear(Y* y, const T* x, const W* w, const float* scales, const T* bias, in
       for (int64_t p = 0; p < panels; p += step) {
         const int64_t both = std::min<int64_t>(step, panels - p);
         if (count == 1 && both == 2) {
-          std::fill_n(sums.data(), 2 * kPanel, 0.0f);
-          tile_pair(values + start * k, w + p * k * kPanel, k * kPanel, k, sums.data());
-          write(start, 1, p, sums.data());
-          write(start, 1, p + 1, sums.data() + kPanel);
+          std::fill_n(sums.get(), 2 * kPanel, 0.0f);
+          tile_pair(values + start * k, w + p * k * kPanel, k * kPanel, k, sums.get());
+          write(start, 1, p, sums.get());
+          write(start, 1, p + 1, sums.get() + kPanel);
         } else {
           for (int64_t q = p; q < p + both; q++) {
-            std::fill_n(sums.data(), count * kPanel, 0.0f);
+            std::fill_n(sums.get(), count * kPanel, 0.0f);
             multiply(start, count, q);
-            write(start, count, q, sums.data());
+            write(start, count, q, sums.get());
           }
         }
       }

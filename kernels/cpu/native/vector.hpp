@@ -1,6 +1,6 @@
 // Vectors of fp32 and the two primitives every kernel here is made of: `dots` and `mix`.
 //
-// Vector extensions of GCC and Clang, so one source serves AVX2, AVX-512 and others; storage is fp32, bf16 or int8, all
+// Vector extensions of GCC, so one source serves AVX2, AVX-512 and others; storage is fp32, bf16 or int8, all
 // arithmetic fp32. A row's result never depends on the rows computed beside it: whatever the tile, each sum runs over
 // the same values in the same order.
 
@@ -140,22 +140,30 @@ static inline Vec held(Vec v) {
   return v;
 }
 
-static inline Vec8 halved(Vec v) {
+// A vector's two halves, added.
+template <class Half, class Whole>
+static inline Half halved(const Whole& v) {
+  const Half* half = reinterpret_cast<const Half*>(&v);
+  return half[0] + half[1];
+}
+
+static inline Vec8 eight(Vec v) {
 #ifdef __AVX512F__
-  return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  return halved<Vec8>(v);
 #else
   return v;
 #endif
 }
 
 static inline Vec8 add_pairs(Vec8 a, Vec8 b) {
-  return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+  // Not __builtin_shufflevector, which GCC has since 12.
+  typedef int32_t Mask __attribute__((vector_size(32)));
+  return __builtin_shuffle(a, b, Mask{0, 2, 8, 10, 4, 6, 12, 14}) + __builtin_shuffle(a, b, Mask{1, 3, 9, 11, 5, 7, 13, 15});
 }
 
 // The sums of four vectors.
 static inline Vec4 sums(Vec a, Vec b, Vec c, Vec d) {
-  Vec8 v = add_pairs(add_pairs(halved(a), halved(b)), add_pairs(halved(c), halved(d)));
-  return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+  return halved<Vec4>(add_pairs(add_pairs(eight(a), eight(b)), add_pairs(eight(c), eight(d))));
 }
 
 static inline float sum(Vec v) { return sums(v, v, v, v)[0]; }
@@ -172,16 +180,18 @@ static inline float largest(Vec v) {
 static inline Vec exponential(Vec x) {
   Vec clamped = larger(x, splat(-87.0f));
   clamped = clamped < splat(88.0f) ? clamped : splat(88.0f);
-  Vec shifted = clamped * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: leaves the nearest integer in the low bits
+  // 1.5 * 2^23: leaves the nearest integer in the low bits.
+  Vec shifted = multiply_add(clamped, splat(1.44269504f), splat(12582912.0f));
   Vec n = shifted - 12582912.0f;
-  Vec r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;  // x - n ln 2, ln 2 in two parts
+  // x - n ln 2, ln 2 in two parts.
+  Vec r = multiply_add(n, splat(2.12194440e-4f), multiply_add(n, splat(-0.693359375f), clamped));
   Vec y = splat(1.9875691500e-4f);
-  y = y * r + 1.3981999507e-3f;
-  y = y * r + 8.3334519073e-3f;
-  y = y * r + 4.1665795894e-2f;
-  y = y * r + 1.6666665459e-1f;
-  y = y * r + 5.0000001201e-1f;
-  y = y * r * r + r + 1.0f;
+  y = multiply_add(y, r, splat(1.3981999507e-3f));
+  y = multiply_add(y, r, splat(8.3334519073e-3f));
+  y = multiply_add(y, r, splat(4.1665795894e-2f));
+  y = multiply_add(y, r, splat(1.6666665459e-1f));
+  y = multiply_add(y, r, splat(5.0000001201e-1f));
+  y = multiply_add(y * r, r, r) + 1.0f;
   IntVec power = (reinterpret_cast<IntVec&>(shifted) << 23) + reinterpret_cast<IntVec&>(y);
   Vec result = reinterpret_cast<Vec&>(power);
   result = x < splat(-87.0f) ? Vec{} : result;

@@ -29,7 +29,7 @@ def test_many_at_once_build_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
 
-@pytest.mark.parametrize("fault", ["no compiler", "broken source", "no directory"])
+@pytest.mark.parametrize("fault", ["no compiler", "broken source", "no directory", "no home"])
 def test_without_a_library_one_line_says_why(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -42,5 +42,6 @@ def test_without_a_library_one_line_says_why(
         (tmp_path / "native" / "one.cpp").write_text("this is not C++\n")
         monkeypatch.setattr(build, "_SOURCES", tmp_path / "native")
     with caplog.at_level(logging.WARNING):
-        assert build.load(tmp_path / "cache") is None
+        cache = Path("~no-such-user/cache") if fault == "no home" else tmp_path / "cache"
+        assert build.load(cache) is None
     assert len(caplog.records) == 1 and "plain torch is used instead" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -242,3 +243,17 @@ def test_threads_do_not_change_results(native: CpuOps, generator: torch.Generato
         results.append(native.paged_attention(q, kv, batch, 0.125, None, None))
     torch.set_num_threads(1)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_a_batch_used_again_is_planned_anew(ops: CpuOps, generator: torch.Generator) -> None:
+    """As a captured graph does: its tensors hold another step's values."""
+    first, second = (batch_of(requests, generator, 0) for requests in (((1, 20), (1, 3)), ((1, 5), (1, 40))))
+    q, pages = torch.randn(2, 4, 32, generator=generator), torch.randn(2, 8, 4, PAGE_SIZE, 32, generator=generator)
+    ops.plan(first)
+    ops.paged_attention(q, KVLayer(*pages), first, 1.0, None, None)
+    for name in ("positions", "slot_mapping", "context_lens"):
+        getattr(first, name).copy_(getattr(second, name))
+    again = replace(first, page_table=second.page_table)
+    ops.plan(again)
+    got = ops.paged_attention(q, KVLayer(*pages), again, 1.0, None, None)
+    assert worst_error(got, REFERENCE.paged_attention(q, KVLayer(*pages), second, 1.0, None, None)) <= 1
