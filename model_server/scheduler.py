@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 
 from model_server.adapter_bank import AdapterBank, Load
@@ -203,11 +204,7 @@ class Scheduler:
             leaving: list[Request] = []
             while not self._can_acquire(ref, leaving):
                 leaving.append(users.pop())
-            for spared in reversed(leaving[:-1]):  # who gives nothing that is needed stays
-                others = [victim for victim in leaving if victim is not spared]
-                if self._can_acquire(ref, others):
-                    leaving = others
-            for victim in leaving:
+            for victim in _needed(leaving, partial(self._can_acquire, ref)):
                 self._preempt(victim, plan)
             plan.loads.append(self.bank.place(ref))
 
@@ -320,12 +317,7 @@ class Scheduler:
             return False
         lower.sort(key=lambda r: self._importance(r, now_s))
         victims = next(lower[:count] for count in range(1, len(lower) + 1) if self._fits(request, lower[:count]))
-        # The most important first: who gives nothing that is needed stays.
-        for spared in reversed(victims[:-1]):
-            others = [victim for victim in victims if victim is not spared]
-            if self._fits(request, others):
-                victims = others
-        for victim in victims:
+        for victim in _needed(victims, partial(self._fits, request)):
             self._preempt(victim, plan)
         return True
 
@@ -412,3 +404,12 @@ class Scheduler:
             assert request.num_computed <= request.num_tokens
             assert len(request.page_table) * self.limits.page_size >= request.num_computed
         assert len(self.running) <= self.limits.max_running
+
+
+def _needed(victims: list[Request], enough: Callable[[Sequence[Request]], bool]) -> list[Request]:
+    """`victims`, least important first and `enough`, without those who give nothing that is needed."""
+    for spared in reversed(victims[:-1]):
+        others = [victim for victim in victims if victim is not spared]
+        if enough(others):
+            victims = others
+    return victims
